@@ -1,0 +1,400 @@
+"""What one layer keeps in the KV cache, and how the layers of a model share one pool of blocks.
+
+Specs are values: a layer says what a page of its cache holds (`page_size_bytes`) and how much one request may need at
+most. Grouping (`kv_cache_groups.py`) reads nothing else of a model. No torch here: a dtype is its name.
+
+Mirrors vllm/v1/kv_cache_interface.py (0.32.0). Left out: CrossAttentionSpec, EncoderOnlyAttentionSpec and
+SinkFullAttentionSpec (encoder-decoder models, static sink tokens), quantised pages, speculative blocks of Mamba.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import ClassVar, Literal, NewType, Self
+
+from typing_extensions import override
+
+from minivllm.config import VllmConfig, dtype_size
+
+BlockId = NewType("BlockId", int)
+Slot = NewType("Slot", int)
+MambaCacheMode = Literal["none", "align", "all"]
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b rounded up."""
+    return -(-a // b)
+
+
+def _require_positive(owner: object, **values: int | None) -> None:
+    for name, value in values.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"{type(owner).__name__}.{name} must be an integer of at least 1, got {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCacheSpec:
+    """The cache of one layer. block_size: tokens a block; `kind` names the type of attention.
+
+    Mirrors: vllm/v1/kv_cache_interface.py KVCacheSpec.
+    """
+
+    kind: ClassVar[str] = ""
+    block_size: int
+
+    def __post_init__(self) -> None:
+        _require_positive(self, block_size=self.block_size)
+
+    @property
+    def page_size_bytes(self) -> int:
+        """Bytes of one block of this layer, padding included."""
+        raise NotImplementedError(f"{type(self).__name__} does not define page_size_bytes")
+
+    @property
+    def real_page_size_bytes(self) -> int:
+        """Bytes of one block of this layer that hold data (without padding)."""
+        return self.page_size_bytes
+
+    def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int) -> int:
+        """The most blocks one request holds at once, given the tokens of one step (`max_in_flight_tokens`)."""
+        raise NotImplementedError(f"{type(self).__name__} does not define max_blocks_per_request")
+
+    def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
+        """The most bytes one request of max_model_len tokens needs in this layer."""
+        max_model_len = vllm_config.model_config.max_model_len
+        in_flight = vllm_config.scheduler_config.max_num_batched_tokens
+        return self.max_blocks_per_request(max_model_len, in_flight) * self.page_size_bytes
+
+    def copy_with_new_block_size(self, block_size: int) -> Self:
+        """The same layer with another block size."""
+        return replace(self, block_size=block_size)
+
+    def is_same_type(self, other: KVCacheSpec) -> bool:
+        """Whether `other` always needs the same number of blocks, page sizes aside."""
+        return type(other) is type(self) and other.block_size == self.block_size
+
+    @classmethod
+    def merge(cls, specs: Sequence[Self]) -> Self:
+        """The one spec that stands for all of `specs` in a group; ValueError where they differ."""
+        for spec in specs[1:]:
+            if spec != specs[0]:
+                raise ValueError(
+                    "all layers of a KV cache group must have the same spec, got"
+                    f" {specs[0]} and {spec}; layers that differ belong to different groups"
+                )
+        return specs[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec(KVCacheSpec):
+    """A layer that keeps K and V of `num_kv_heads` heads for every token.
+
+    page_size_padded: bytes a page takes instead of its own size, so that groups of unequal pages share a pool.
+
+    Mirrors: vllm/v1/kv_cache_interface.py AttentionSpec.
+    Leaves out: kv_quant_mode (scales of quantised caches).
+    """
+
+    num_kv_heads: int
+    head_size: int
+    dtype: str
+    page_size_padded: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_positive(self, num_kv_heads=self.num_kv_heads, head_size=self.head_size)
+        _check_padding(self, self.page_size_padded)
+
+    @property
+    @override
+    def real_page_size_bytes(self) -> int:
+        return 2 * self.block_size * self.num_kv_heads * self.head_size * dtype_size(self.dtype)
+
+    @property
+    @override
+    def page_size_bytes(self) -> int:
+        return self.page_size_padded or self.real_page_size_bytes
+
+    @override
+    def copy_with_new_block_size(self, block_size: int) -> Self:
+        if self.page_size_padded is None:
+            return replace(self, block_size=block_size)
+        padded = self.page_size_padded * (block_size // self.block_size)
+        return replace(self, block_size=block_size, page_size_padded=padded)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullAttentionSpec(AttentionSpec):
+    """Every token is kept. head_size_v: V's head size where it differs from K's.
+
+    Also stands in for a sliding or chunked layer whose blocks are all kept (hybrid memory off): `sliding_window` or
+    `attention_chunk_size` then say what the layer computes.
+
+    Mirrors: vllm/v1/kv_cache_interface.py FullAttentionSpec.
+    """
+
+    kind: ClassVar[str] = "full_attention"
+    head_size_v: int | None = None
+    sliding_window: int | None = None
+    attention_chunk_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.head_size_v is None:
+            object.__setattr__(self, "head_size_v", self.head_size)
+        _require_positive(
+            self,
+            head_size_v=self.head_size_v,
+            sliding_window=self.sliding_window,
+            attention_chunk_size=self.attention_chunk_size,
+        )
+        super().__post_init__()
+
+    @property
+    @override
+    def real_page_size_bytes(self) -> int:
+        head_sizes = self.head_size + (self.head_size_v or 0)
+        return self.block_size * self.num_kv_heads * head_sizes * dtype_size(self.dtype)
+
+    @override
+    def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int) -> int:
+        return cdiv(max_model_len, self.block_size)
+
+    @override
+    def is_same_type(self, other: KVCacheSpec) -> bool:
+        return isinstance(other, FullAttentionSpec) and other.block_size == self.block_size
+
+    @classmethod
+    @override
+    def merge(cls, specs: Sequence[Self]) -> Self:
+        """One spec for all; a window that only some layers have is that of the group."""
+        windows = {spec.sliding_window for spec in specs} - {None}
+        chunks = {spec.attention_chunk_size for spec in specs} - {None}
+        if len(windows) > 1 or len(chunks) > 1:
+            raise ValueError(
+                "All attention layers in the same KV cache group must have the same window size."
+                f" Got sliding windows {sorted(map(str, windows))} and chunk sizes {sorted(map(str, chunks))}."
+            )
+        if windows and chunks:
+            raise ValueError(
+                "a group cannot hold both sliding-window and chunked-local layers as full attention, got windows"
+                f" {windows} and chunks {chunks}: keep hybrid memory on (disable_hybrid_kv_cache_manager=False)"
+            )
+        plain = [replace(spec, sliding_window=None, attention_chunk_size=None) for spec in specs]
+        merged = super().merge(plain)
+        return replace(merged, sliding_window=next(iter(windows), None), attention_chunk_size=next(iter(chunks), None))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLAAttentionSpec(FullAttentionSpec):
+    """One latent vector a token, from which K and V are both read: no V of its own.
+
+    Mirrors: vllm/v1/kv_cache_interface.py MLAAttentionSpec.
+    Leaves out: the packed fp8 format (cache_dtype_str), compressed and aligned pages.
+    """
+
+    kind: ClassVar[str] = "mla_attention"
+
+    @property
+    @override
+    def real_page_size_bytes(self) -> int:
+        return self.block_size * self.num_kv_heads * self.head_size * dtype_size(self.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlidingWindowSpec(AttentionSpec):
+    """Only the last `sliding_window` tokens are read (the token itself included); older blocks are given back.
+
+    Mirrors: vllm/v1/kv_cache_interface.py SlidingWindowSpec.
+    """
+
+    kind: ClassVar[str] = "sliding_window"
+    sliding_window: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_positive(self, sliding_window=self.sliding_window)
+
+    @override
+    def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int) -> int:
+        tokens = min(self.sliding_window - 1 + max_in_flight_tokens, max_model_len)
+        # One block more, because a window may start in the middle of its first block.
+        return cdiv(tokens, self.block_size) + 1
+
+    @override
+    def is_same_type(self, other: KVCacheSpec) -> bool:
+        return super().is_same_type(other) and getattr(other, "sliding_window", None) == self.sliding_window
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkedLocalAttentionSpec(AttentionSpec):
+    """A token reads only its own chunk of `attention_chunk_size` tokens; blocks of earlier chunks are given back.
+
+    Mirrors: vllm/v1/kv_cache_interface.py ChunkedLocalAttentionSpec.
+    """
+
+    kind: ClassVar[str] = "chunked_local_attention"
+    attention_chunk_size: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_positive(self, attention_chunk_size=self.attention_chunk_size)
+
+    @override
+    def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int) -> int:
+        return cdiv(min(self.attention_chunk_size + max_in_flight_tokens, max_model_len), self.block_size)
+
+    @override
+    def is_same_type(self, other: KVCacheSpec) -> bool:
+        return super().is_same_type(other) and getattr(other, "attention_chunk_size", None) == self.attention_chunk_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class MambaSpec(KVCacheSpec):
+    """A layer whose state has a fixed size; a "page" is one copy of that state, whatever block_size says.
+
+    mamba_cache_mode: "none" keeps one state a request; "align" also the last at a block border, for prefix hits;
+    "all" one a block.
+
+    Mirrors: vllm/v1/kv_cache_interface.py MambaSpec.
+    Leaves out: mamba_type (the layer's backend knows it), num_speculative_blocks.
+    """
+
+    kind: ClassVar[str] = "mamba"
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    page_size_padded: int | None = None
+    mamba_cache_mode: MambaCacheMode = "none"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.shapes or len(self.shapes) != len(self.dtypes):
+            raise ValueError(
+                f"MambaSpec needs one dtype for each of at least one state, got {len(self.shapes)} shapes"
+                f" {self.shapes} and {len(self.dtypes)} dtypes {self.dtypes}"
+            )
+        if self.mamba_cache_mode not in ("none", "align", "all"):
+            raise ValueError(f"mamba_cache_mode must be 'none', 'align' or 'all', got {self.mamba_cache_mode!r}")
+        _check_padding(self, self.page_size_padded)
+
+    @property
+    @override
+    def real_page_size_bytes(self) -> int:
+        return sum(prod(shape) * dtype_size(dtype) for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
+
+    @property
+    @override
+    def page_size_bytes(self) -> int:
+        return self.page_size_padded or self.real_page_size_bytes
+
+    @override
+    def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int) -> int:
+        if self.mamba_cache_mode == "all":
+            return cdiv(max_model_len, self.block_size)
+        return 2 if self.mamba_cache_mode == "align" else 1
+
+
+def _check_padding(spec: KVCacheSpec, padded: int | None) -> None:
+    if padded is not None and padded < spec.real_page_size_bytes:
+        raise ValueError(
+            f"{type(spec).__name__}.page_size_padded={padded} is below the page's own"
+            f" {spec.real_page_size_bytes} bytes: raise it, or leave it None"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class UniformTypeKVCacheSpecs(KVCacheSpec):
+    """Layers that need the same blocks but pages of different sizes: one group, one table, a page per layer.
+
+    Mirrors: vllm/v1/kv_cache_interface.py UniformTypeKVCacheSpecs.
+    """
+
+    kv_cache_specs: Mapping[str, KVCacheSpec]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.is_uniform_type(self.kv_cache_specs):
+            raise ValueError(f"these layers do not have one type of KV cache: {dict(self.kv_cache_specs)}")
+
+    def __hash__(self) -> int:
+        return hash((self.block_size, tuple(self.kv_cache_specs.items())))
+
+    @property
+    def first_spec(self) -> KVCacheSpec:
+        """The spec by which the scheduler knows the whole group."""
+        return next(iter(self.kv_cache_specs.values()))
+
+    @property
+    @override
+    def page_size_bytes(self) -> int:
+        """Bytes of one block in all layers together."""
+        return sum(spec.page_size_bytes for spec in self.kv_cache_specs.values())
+
+    @override
+    def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int) -> int:
+        specs = self.kv_cache_specs.values()
+        return max(spec.max_blocks_per_request(max_model_len, max_in_flight_tokens) for spec in specs)
+
+    @staticmethod
+    def is_uniform_type(kv_cache_specs: Mapping[str, KVCacheSpec]) -> bool:
+        """Whether all layers always need the same number of blocks of the same number of tokens."""
+        specs = list(kv_cache_specs.values())
+        return bool(specs) and all(specs[0].is_same_type(spec) for spec in specs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCacheTensor:
+    """Where layers lie in the one backing allocation of `size` bytes, which all tensors of a config share.
+
+    The page of block b of layers[i] starts at byte offset + i * layer_stride + b * block_stride. Tensors of different
+    groups overlap: a block belongs to one group at a time.
+
+    Mirrors: vllm/v1/kv_cache_interface.py KVCacheTensor.
+    """
+
+    size: int
+    layers: tuple[str, ...]
+    layer_stride: int
+    block_stride: int
+    offset: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCacheGroupSpec:
+    """Layers that share one block table, and the spec by which the KV-cache manager knows them.
+
+    Mirrors: vllm/v1/kv_cache_interface.py KVCacheGroupSpec.
+    """
+
+    layer_names: tuple[str, ...]
+    kv_cache_spec: KVCacheSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCacheConfig:
+    """The pool (num_blocks counts the null block 0), where each layer's pages lie, and the groups.
+
+    Mirrors: vllm/v1/kv_cache_interface.py KVCacheConfig.
+    """
+
+    num_blocks: int
+    kv_cache_tensors: tuple[KVCacheTensor, ...]
+    kv_cache_groups: tuple[KVCacheGroupSpec, ...]
+
+    def layer_specs(self) -> dict[str, KVCacheSpec]:
+        """Every layer's own spec, by layer name."""
+        found: dict[str, KVCacheSpec] = {}
+        for group in self.kv_cache_groups:
+            spec = group.kv_cache_spec
+            for name in group.layer_names:
+                found[name] = spec.kv_cache_specs[name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+        return found
+
+    @property
+    def needs_kv_cache_zeroing(self) -> bool:
+        """Whether new blocks must be zeroed: a Mamba state is read before it is written, and where layers differ in
+        dtype a reused block's stale bytes may read as NaN."""
+        specs = self.layer_specs().values()
+        dtypes = {spec.dtype for spec in specs if isinstance(spec, AttentionSpec)}
+        return len(dtypes) > 1 or any(isinstance(spec, MambaSpec) for spec in specs)
