@@ -3,8 +3,8 @@
 Specs are values: a layer says what a page of its cache holds (`page_size_bytes`) and how much one request may need at
 most. Grouping (`kv_cache_groups.py`) reads nothing else of a model. No torch here: a dtype is its name.
 
-Mirrors vllm/v1/kv_cache_interface.py (0.32.0). Left out: CrossAttentionSpec, EncoderOnlyAttentionSpec and
-SinkFullAttentionSpec (encoder-decoder models, static sink tokens), quantised pages, speculative blocks of Mamba.
+Mirrors vllm/v1/kv_cache_interface.py (0.32.0). Left out: CrossAttentionSpec and EncoderOnlyAttentionSpec (encoder-
+decoder models), SinkFullAttentionSpec, SlidingWindowMLASpec and other specs of single models, quantised pages.
 """
 
 from __future__ import annotations
@@ -28,37 +28,56 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+class SpecsDifferError(ValueError):
+    """Layers cannot share one spec, so they belong to different groups. Mirrors: none (vLLM raises AssertionError)."""
+
+
 def _require_positive(owner: object, **values: int | None) -> None:
     for name, value in values.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{type(owner).__name__}.{name} must be an integer of at least 1, got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class KVCacheSpec:
-    """The cache of one layer. block_size: tokens a block; `kind` names the type of attention.
+    """The cache of one layer. block_size: tokens a block. page_size_padded: bytes a page takes instead of its own
+    size, so that groups of unequal pages share a pool.
 
     Mirrors: vllm/v1/kv_cache_interface.py KVCacheSpec.
     """
 
-    kind: ClassVar[str] = ""
+    _kind: ClassVar[str] = ""
     block_size: int
+    page_size_padded: int | None = None
 
     def __post_init__(self) -> None:
         _require_positive(self, block_size=self.block_size)
+        if self.page_size_padded is not None and self.page_size_padded < self.real_page_size_bytes:
+            raise ValueError(
+                f"{type(self).__name__}.page_size_padded={self.page_size_padded} is below the page's own"
+                f" {self.real_page_size_bytes} bytes: raise it, or leave it None"
+            )
+
+    @property
+    def kind(self) -> str:
+        """The kind of attention, such as "sliding_window"."""
+        return self._kind
+
+    @property
+    def real_page_size_bytes(self) -> int:
+        """Bytes of one block of this layer that hold data."""
+        raise NotImplementedError(f"{type(self).__name__} does not define real_page_size_bytes")
 
     @property
     def page_size_bytes(self) -> int:
         """Bytes of one block of this layer, padding included."""
-        raise NotImplementedError(f"{type(self).__name__} does not define page_size_bytes")
-
-    @property
-    def real_page_size_bytes(self) -> int:
-        """Bytes of one block of this layer that hold data (without padding)."""
-        return self.page_size_bytes
+        return self.page_size_padded or self.real_page_size_bytes
 
     def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int) -> int:
-        """The most blocks one request holds at once, given the tokens of one step (`max_in_flight_tokens`)."""
+        """The most blocks one request holds at once, where a step computes at most `max_in_flight_tokens` of it.
+
+        The one source for both sizing the pool and admitting a request, so that what fits at the start fits later.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not define max_blocks_per_request")
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
@@ -68,22 +87,23 @@ class KVCacheSpec:
         return self.max_blocks_per_request(max_model_len, in_flight) * self.page_size_bytes
 
     def copy_with_new_block_size(self, block_size: int) -> Self:
-        """The same layer with another block size."""
-        return replace(self, block_size=block_size)
+        """The same layer with another block size; padding grows in proportion."""
+        if self.page_size_padded is None:
+            return replace(self, block_size=block_size)
+        return replace(
+            self, block_size=block_size, page_size_padded=self.page_size_padded * block_size // self.block_size
+        )
 
     def is_same_type(self, other: KVCacheSpec) -> bool:
-        """Whether `other` always needs the same number of blocks, page sizes aside."""
+        """Whether `other` always needs the same number of blocks of the same number of tokens."""
         return type(other) is type(self) and other.block_size == self.block_size
 
     @classmethod
     def merge(cls, specs: Sequence[Self]) -> Self:
-        """The one spec that stands for all of `specs` in a group; ValueError where they differ."""
+        """The one spec that stands for all of `specs` in a group; SpecsDifferError where there is none."""
         for spec in specs[1:]:
             if spec != specs[0]:
-                raise ValueError(
-                    "all layers of a KV cache group must have the same spec, got"
-                    f" {specs[0]} and {spec}; layers that differ belong to different groups"
-                )
+                raise SpecsDifferError(f"layers of one KV cache group must have one spec, got {specs[0]} and {spec}")
         return specs[0]
 
 
@@ -91,64 +111,21 @@ class KVCacheSpec:
 class AttentionSpec(KVCacheSpec):
     """A layer that keeps K and V of `num_kv_heads` heads for every token.
 
-    page_size_padded: bytes a page takes instead of its own size, so that groups of unequal pages share a pool.
+    head_size_v: V's head size where it differs from K's. dtype: of the stored elements.
 
     Mirrors: vllm/v1/kv_cache_interface.py AttentionSpec.
-    Leaves out: kv_quant_mode (scales of quantised caches).
+    Leaves out: kv_quant_mode and packed states of quantised caches.
     """
 
     num_kv_heads: int
     head_size: int
     dtype: str
-    page_size_padded: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _require_positive(self, num_kv_heads=self.num_kv_heads, head_size=self.head_size)
-        _check_padding(self, self.page_size_padded)
-
-    @property
-    @override
-    def real_page_size_bytes(self) -> int:
-        return 2 * self.block_size * self.num_kv_heads * self.head_size * dtype_size(self.dtype)
-
-    @property
-    @override
-    def page_size_bytes(self) -> int:
-        return self.page_size_padded or self.real_page_size_bytes
-
-    @override
-    def copy_with_new_block_size(self, block_size: int) -> Self:
-        if self.page_size_padded is None:
-            return replace(self, block_size=block_size)
-        padded = self.page_size_padded * (block_size // self.block_size)
-        return replace(self, block_size=block_size, page_size_padded=padded)
-
-
-@dataclass(frozen=True, kw_only=True)
-class FullAttentionSpec(AttentionSpec):
-    """Every token is kept. head_size_v: V's head size where it differs from K's.
-
-    Also stands in for a sliding or chunked layer whose blocks are all kept (hybrid memory off): `sliding_window` or
-    `attention_chunk_size` then say what the layer computes.
-
-    Mirrors: vllm/v1/kv_cache_interface.py FullAttentionSpec.
-    """
-
-    kind: ClassVar[str] = "full_attention"
     head_size_v: int | None = None
-    sliding_window: int | None = None
-    attention_chunk_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.head_size_v is None:
             object.__setattr__(self, "head_size_v", self.head_size)
-        _require_positive(
-            self,
-            head_size_v=self.head_size_v,
-            sliding_window=self.sliding_window,
-            attention_chunk_size=self.attention_chunk_size,
-        )
+        _require_positive(self, num_kv_heads=self.num_kv_heads, head_size=self.head_size)
         super().__post_init__()
 
     @property
@@ -156,6 +133,28 @@ class FullAttentionSpec(AttentionSpec):
     def real_page_size_bytes(self) -> int:
         head_sizes = self.head_size + (self.head_size_v or 0)
         return self.block_size * self.num_kv_heads * head_sizes * dtype_size(self.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullAttentionSpec(AttentionSpec):
+    """Every token is kept.
+
+    Also stands in for a sliding or chunked layer whose blocks are all kept (hybrid memory off): `sliding_window` or
+    `attention_chunk_size` then say what the layer computes.
+
+    Mirrors: vllm/v1/kv_cache_interface.py FullAttentionSpec.
+    Leaves out: non_causal (prefix language models).
+    """
+
+    _kind: ClassVar[str] = "full_attention"
+    sliding_window: int | None = None
+    attention_chunk_size: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("sliding_window", "attention_chunk_size"):
+            if getattr(self, name) is not None:
+                _require_positive(self, **{name: getattr(self, name)})
+        super().__post_init__()
 
     @override
     def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int) -> int:
@@ -168,38 +167,39 @@ class FullAttentionSpec(AttentionSpec):
     @classmethod
     @override
     def merge(cls, specs: Sequence[Self]) -> Self:
-        """One spec for all; a window that only some layers have is that of the group."""
+        """One spec for all; a window that only some layers have becomes the group's.
+
+        Two different windows are refused with a plain ValueError: they are full attention only because hybrid memory
+        is off, so splitting them into groups is not what was asked for.
+        """
+        if not all(isinstance(spec, FullAttentionSpec) for spec in specs):
+            raise SpecsDifferError(
+                f"full attention cannot share a group with {[type(spec).__name__ for spec in specs]}"
+            )
         windows = {spec.sliding_window for spec in specs} - {None}
         chunks = {spec.attention_chunk_size for spec in specs} - {None}
         if len(windows) > 1 or len(chunks) > 1:
             raise ValueError(
                 "All attention layers in the same KV cache group must have the same window size."
-                f" Got sliding windows {sorted(map(str, windows))} and chunk sizes {sorted(map(str, chunks))}."
+                f" Got sliding windows {windows or '{}'} and chunks {chunks or '{}'} among layers allocated as full"
+                " attention: set disable_hybrid_kv_cache_manager=False"
             )
+        merged = super().merge([replace(spec, sliding_window=None, attention_chunk_size=None) for spec in specs])
         if windows and chunks:
-            raise ValueError(
-                "a group cannot hold both sliding-window and chunked-local layers as full attention, got windows"
-                f" {windows} and chunks {chunks}: keep hybrid memory on (disable_hybrid_kv_cache_manager=False)"
-            )
-        plain = [replace(spec, sliding_window=None, attention_chunk_size=None) for spec in specs]
-        merged = super().merge(plain)
+            raise SpecsDifferError(f"sliding windows {windows} and chunks {chunks} cannot share one spec")
         return replace(merged, sliding_window=next(iter(windows), None), attention_chunk_size=next(iter(chunks), None))
 
 
 @dataclass(frozen=True, kw_only=True)
 class MLAAttentionSpec(FullAttentionSpec):
-    """One latent vector a token, from which K and V are both read: no V of its own.
+    """One latent vector a token, from which K and V are both read: V takes no room of its own.
 
     Mirrors: vllm/v1/kv_cache_interface.py MLAAttentionSpec.
-    Leaves out: the packed fp8 format (cache_dtype_str), compressed and aligned pages.
+    Leaves out: the packed fp8 formats (cache_dtype_str), compressed and aligned pages.
     """
 
-    kind: ClassVar[str] = "mla_attention"
-
-    @property
-    @override
-    def real_page_size_bytes(self) -> int:
-        return self.block_size * self.num_kv_heads * self.head_size * dtype_size(self.dtype)
+    _kind: ClassVar[str] = "mla_attention"
+    head_size_v: int | None = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,14 +207,15 @@ class SlidingWindowSpec(AttentionSpec):
     """Only the last `sliding_window` tokens are read (the token itself included); older blocks are given back.
 
     Mirrors: vllm/v1/kv_cache_interface.py SlidingWindowSpec.
+    Leaves out: extra_retained_tokens (speculative decoding).
     """
 
-    kind: ClassVar[str] = "sliding_window"
+    _kind: ClassVar[str] = "sliding_window"
     sliding_window: int
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         _require_positive(self, sliding_window=self.sliding_window)
+        super().__post_init__()
 
     @override
     def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int) -> int:
@@ -234,12 +235,12 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
     Mirrors: vllm/v1/kv_cache_interface.py ChunkedLocalAttentionSpec.
     """
 
-    kind: ClassVar[str] = "chunked_local_attention"
+    _kind: ClassVar[str] = "chunked_local_attention"
     attention_chunk_size: int
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         _require_positive(self, attention_chunk_size=self.attention_chunk_size)
+        super().__post_init__()
 
     @override
     def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int) -> int:
@@ -252,41 +253,35 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class MambaSpec(KVCacheSpec):
-    """A layer whose state has a fixed size; a "page" is one copy of that state, whatever block_size says.
+    """A layer whose state has a fixed size: a "page" is one copy of that state, whatever block_size says.
 
-    mamba_cache_mode: "none" keeps one state a request; "align" also the last at a block border, for prefix hits;
+    mamba_cache_mode: "none" keeps one state a request; "align" also the last one at a block border, for prefix hits;
     "all" one a block.
 
     Mirrors: vllm/v1/kv_cache_interface.py MambaSpec.
-    Leaves out: mamba_type (the layer's backend knows it), num_speculative_blocks.
+    Leaves out: mamba_type (the layer's backend knows it), speculative and checkpoint blocks.
     """
 
-    kind: ClassVar[str] = "mamba"
+    _kind: ClassVar[str] = "mamba"
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
-    page_size_padded: int | None = None
     mamba_cache_mode: MambaCacheMode = "none"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if not self.shapes or len(self.shapes) != len(self.dtypes):
-            raise ValueError(
-                f"MambaSpec needs one dtype for each of at least one state, got {len(self.shapes)} shapes"
-                f" {self.shapes} and {len(self.dtypes)} dtypes {self.dtypes}"
-            )
+            raise ValueError(f"MambaSpec needs a dtype for each state, got shapes {self.shapes}, dtypes {self.dtypes}")
         if self.mamba_cache_mode not in ("none", "align", "all"):
             raise ValueError(f"mamba_cache_mode must be 'none', 'align' or 'all', got {self.mamba_cache_mode!r}")
-        _check_padding(self, self.page_size_padded)
+        super().__post_init__()
 
     @property
     @override
     def real_page_size_bytes(self) -> int:
         return sum(prod(shape) * dtype_size(dtype) for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
 
-    @property
     @override
-    def page_size_bytes(self) -> int:
-        return self.page_size_padded or self.real_page_size_bytes
+    def copy_with_new_block_size(self, block_size: int) -> Self:
+        return replace(self, block_size=block_size)
 
     @override
     def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int) -> int:
@@ -294,13 +289,9 @@ class MambaSpec(KVCacheSpec):
             return cdiv(max_model_len, self.block_size)
         return 2 if self.mamba_cache_mode == "align" else 1
 
-
-def _check_padding(spec: KVCacheSpec, padded: int | None) -> None:
-    if padded is not None and padded < spec.real_page_size_bytes:
-        raise ValueError(
-            f"{type(spec).__name__}.page_size_padded={padded} is below the page's own"
-            f" {spec.real_page_size_bytes} bytes: raise it, or leave it None"
-        )
+    @override
+    def is_same_type(self, other: KVCacheSpec) -> bool:
+        return super().is_same_type(other) and other.page_size_bytes == self.page_size_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,12 +304,18 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
     kv_cache_specs: Mapping[str, KVCacheSpec]
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if not self.is_uniform_type(self.kv_cache_specs):
-            raise ValueError(f"these layers do not have one type of KV cache: {dict(self.kv_cache_specs)}")
+            raise SpecsDifferError(f"these layers do not have one type of KV cache: {dict(self.kv_cache_specs)}")
+        super().__post_init__()
 
     def __hash__(self) -> int:
         return hash((self.block_size, tuple(self.kv_cache_specs.items())))
+
+    @staticmethod
+    def is_uniform_type(kv_cache_specs: Mapping[str, KVCacheSpec]) -> bool:
+        """Whether all layers always need the same number of blocks of the same number of tokens."""
+        specs = list(kv_cache_specs.values())
+        return bool(specs) and all(specs[0].is_same_type(spec) for spec in specs)
 
     @property
     def first_spec(self) -> KVCacheSpec:
@@ -327,7 +324,14 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
 
     @property
     @override
-    def page_size_bytes(self) -> int:
+    def kind(self) -> str:
+        kinds = {spec.kind for spec in self.kv_cache_specs.values()}
+        # Only MLA beside full attention mixes kinds within one type.
+        return kinds.pop() if len(kinds) == 1 else FullAttentionSpec._kind
+
+    @property
+    @override
+    def real_page_size_bytes(self) -> int:
         """Bytes of one block in all layers together."""
         return sum(spec.page_size_bytes for spec in self.kv_cache_specs.values())
 
@@ -335,12 +339,6 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
     def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int) -> int:
         specs = self.kv_cache_specs.values()
         return max(spec.max_blocks_per_request(max_model_len, max_in_flight_tokens) for spec in specs)
-
-    @staticmethod
-    def is_uniform_type(kv_cache_specs: Mapping[str, KVCacheSpec]) -> bool:
-        """Whether all layers always need the same number of blocks of the same number of tokens."""
-        specs = list(kv_cache_specs.values())
-        return bool(specs) and all(specs[0].is_same_type(spec) for spec in specs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -365,10 +363,18 @@ class KVCacheGroupSpec:
     """Layers that share one block table, and the spec by which the KV-cache manager knows them.
 
     Mirrors: vllm/v1/kv_cache_interface.py KVCacheGroupSpec.
+    Leaves out: the marks of draft-model groups and of groups sent to other machines.
     """
 
     layer_names: tuple[str, ...]
     kv_cache_spec: KVCacheSpec
+
+    def layer_specs(self) -> dict[str, KVCacheSpec]:
+        """Every layer's own spec, by name."""
+        spec = self.kv_cache_spec
+        if isinstance(spec, UniformTypeKVCacheSpecs):
+            return {name: spec.kv_cache_specs[name] for name in self.layer_names}
+        return dict.fromkeys(self.layer_names, spec)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -383,13 +389,8 @@ class KVCacheConfig:
     kv_cache_groups: tuple[KVCacheGroupSpec, ...]
 
     def layer_specs(self) -> dict[str, KVCacheSpec]:
-        """Every layer's own spec, by layer name."""
-        found: dict[str, KVCacheSpec] = {}
-        for group in self.kv_cache_groups:
-            spec = group.kv_cache_spec
-            for name in group.layer_names:
-                found[name] = spec.kv_cache_specs[name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
-        return found
+        """Every layer's own spec, by name."""
+        return {name: spec for group in self.kv_cache_groups for name, spec in group.layer_specs().items()}
 
     @property
     def needs_kv_cache_zeroing(self) -> bool:
