@@ -32,12 +32,6 @@ class SpecsDifferError(ValueError):
     """Layers cannot share one spec, so they belong to different groups. Mirrors: none (vLLM raises AssertionError)."""
 
 
-def _require_positive(owner: object, **values: int | None) -> None:
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{type(owner).__name__}.{name} must be an integer of at least 1, got {value!r}")
-
-
 @dataclass(frozen=True, kw_only=True)
 class KVCacheSpec:
     """The cache of one layer. block_size: tokens a block. page_size_padded: bytes a page takes instead of its own
@@ -47,11 +41,16 @@ class KVCacheSpec:
     """
 
     _kind: ClassVar[str] = ""
+    _positive: ClassVar[tuple[str, ...]] = ("block_size",)  # fields that must be at least 1
+    _same: ClassVar[tuple[str, ...]] = ("block_size",)  # what layers of one type have in common
     block_size: int
     page_size_padded: int | None = None
 
     def __post_init__(self) -> None:
-        _require_positive(self, block_size=self.block_size)
+        for name in self._positive:
+            value, optional = getattr(self, name), getattr(type(self), name, 0) is None
+            if not (isinstance(value, int) and value >= 1) and not (optional and value is None):
+                raise ValueError(f"{type(self).__name__}.{name} must be an integer of at least 1, got {value!r}")
         if self.page_size_padded is not None and self.page_size_padded < self.real_page_size_bytes:
             raise ValueError(
                 f"{type(self).__name__}.page_size_padded={self.page_size_padded} is below the page's own"
@@ -88,15 +87,12 @@ class KVCacheSpec:
 
     def copy_with_new_block_size(self, block_size: int) -> Self:
         """The same layer with another block size; padding grows in proportion."""
-        if self.page_size_padded is None:
-            return replace(self, block_size=block_size)
-        return replace(
-            self, block_size=block_size, page_size_padded=self.page_size_padded * block_size // self.block_size
-        )
+        padded = self.page_size_padded and self.page_size_padded * block_size // self.block_size
+        return replace(self, block_size=block_size, page_size_padded=padded)
 
     def is_same_type(self, other: KVCacheSpec) -> bool:
         """Whether `other` always needs the same number of blocks of the same number of tokens."""
-        return type(other) is type(self) and other.block_size == self.block_size
+        return type(other) is type(self) and all(getattr(other, name) == getattr(self, name) for name in self._same)
 
     @classmethod
     def merge(cls, specs: Sequence[Self]) -> Self:
@@ -117,6 +113,7 @@ class AttentionSpec(KVCacheSpec):
     Leaves out: kv_quant_mode and packed states of quantised caches.
     """
 
+    _positive: ClassVar[tuple[str, ...]] = ("block_size", "num_kv_heads", "head_size")
     num_kv_heads: int
     head_size: int
     dtype: str
@@ -125,7 +122,6 @@ class AttentionSpec(KVCacheSpec):
     def __post_init__(self) -> None:
         if self.head_size_v is None:
             object.__setattr__(self, "head_size_v", self.head_size)
-        _require_positive(self, num_kv_heads=self.num_kv_heads, head_size=self.head_size)
         super().__post_init__()
 
     @property
@@ -147,14 +143,9 @@ class FullAttentionSpec(AttentionSpec):
     """
 
     _kind: ClassVar[str] = "full_attention"
+    _positive: ClassVar[tuple[str, ...]] = (*AttentionSpec._positive, "sliding_window", "attention_chunk_size")
     sliding_window: int | None = None
     attention_chunk_size: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("sliding_window", "attention_chunk_size"):
-            if getattr(self, name) is not None:
-                _require_positive(self, **{name: getattr(self, name)})
-        super().__post_init__()
 
     @override
     def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int) -> int:
@@ -211,21 +202,15 @@ class SlidingWindowSpec(AttentionSpec):
     """
 
     _kind: ClassVar[str] = "sliding_window"
+    _positive: ClassVar[tuple[str, ...]] = (*AttentionSpec._positive, "sliding_window")
+    _same: ClassVar[tuple[str, ...]] = ("block_size", "sliding_window")
     sliding_window: int
-
-    def __post_init__(self) -> None:
-        _require_positive(self, sliding_window=self.sliding_window)
-        super().__post_init__()
 
     @override
     def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int) -> int:
         tokens = min(self.sliding_window - 1 + max_in_flight_tokens, max_model_len)
         # One block more, because a window may start in the middle of its first block.
         return cdiv(tokens, self.block_size) + 1
-
-    @override
-    def is_same_type(self, other: KVCacheSpec) -> bool:
-        return super().is_same_type(other) and getattr(other, "sliding_window", None) == self.sliding_window
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,19 +221,13 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
     """
 
     _kind: ClassVar[str] = "chunked_local_attention"
+    _positive: ClassVar[tuple[str, ...]] = (*AttentionSpec._positive, "attention_chunk_size")
+    _same: ClassVar[tuple[str, ...]] = ("block_size", "attention_chunk_size")
     attention_chunk_size: int
-
-    def __post_init__(self) -> None:
-        _require_positive(self, attention_chunk_size=self.attention_chunk_size)
-        super().__post_init__()
 
     @override
     def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int) -> int:
         return cdiv(min(self.attention_chunk_size + max_in_flight_tokens, max_model_len), self.block_size)
-
-    @override
-    def is_same_type(self, other: KVCacheSpec) -> bool:
-        return super().is_same_type(other) and getattr(other, "attention_chunk_size", None) == self.attention_chunk_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,6 +242,7 @@ class MambaSpec(KVCacheSpec):
     """
 
     _kind: ClassVar[str] = "mamba"
+    _same: ClassVar[tuple[str, ...]] = ("block_size", "page_size_bytes")
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
     mamba_cache_mode: MambaCacheMode = "none"
@@ -280,18 +260,10 @@ class MambaSpec(KVCacheSpec):
         return sum(prod(shape) * dtype_size(dtype) for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
 
     @override
-    def copy_with_new_block_size(self, block_size: int) -> Self:
-        return replace(self, block_size=block_size)
-
-    @override
     def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int) -> int:
         if self.mamba_cache_mode == "all":
             return cdiv(max_model_len, self.block_size)
         return 2 if self.mamba_cache_mode == "align" else 1
-
-    @override
-    def is_same_type(self, other: KVCacheSpec) -> bool:
-        return super().is_same_type(other) and other.page_size_bytes == self.page_size_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
