@@ -11,6 +11,7 @@ host prepares), and context parallelism inside the table (`context_parallel_slot
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from math import gcd
 from typing import Any
@@ -158,27 +159,29 @@ class BlockTable:
             self.kernel_table = CpuGpuBuffer(max_num_reqs, width, dtype=torch.int32, device=device)
             self._expand(max_num_reqs, max_num_blocks_per_req)
             self.kernel_table.copy_to_gpu()
-        self.slot_mapping = CpuGpuBuffer(max_num_batched_tokens, dtype=torch.int64, device=device)
+        self._slots = CpuGpuBuffer(max_num_batched_tokens, dtype=torch.int64, device=device)
+        self.slot_mapping: Tensor = self._slots.gpu  # [max_num_batched_tokens] int64, -1 = no slot
         self.clear_slot_mapping()
 
         self.num_blocks_per_row: Int32Array = np.zeros(max_num_reqs, dtype=np.int32)
-        # Reading and writing single items is some times quicker through a memoryview than through numpy.
-        self._lengths = memoryview(self.num_blocks_per_row)
+        # Reading and writing single items is several times quicker through a memoryview than through numpy.
+        self._lengths = self.num_blocks_per_row.data
         self._flat: Int32Array = self.block_table.np.reshape(-1)
-        self._cells = memoryview(self._flat)
+        self._cells = self._flat.data
         # int64: a row's first cell may lie past 2**31 cells (vLLM #50427).
         self._row_starts = np.arange(max_num_reqs, dtype=np.int64) * max_num_blocks_per_req
 
     def append_row(self, block_ids: Sequence[int], row_idx: int) -> None:
         """Add blocks at the end of a row; more than the row can hold is refused and changes nothing."""
-        start = self._lengths[row_idx]
-        end = start + len(block_ids)
-        if end > self.max_num_blocks_per_req or row_idx < 0 or (block_ids and min(block_ids) < 0):
+        start, count = self._lengths[row_idx], len(block_ids)
+        end = start + count
+        if end > self.max_num_blocks_per_req or row_idx < 0 or (count and min(block_ids) < 0):
             self._refuse(block_ids, row_idx, end)
-        if end == start + 1:
-            self._cells[row_idx * self.max_num_blocks_per_req + start] = block_ids[0]
+        first = row_idx * self.max_num_blocks_per_req + start
+        if count == 1:
+            self._cells[first] = block_ids[0]
         else:
-            self.block_table.np[row_idx, start:end] = block_ids
+            self._cells[first : first + count] = array("i", block_ids)
         self._lengths[row_idx] = end
 
     def add_row(self, block_ids: Sequence[int], row_idx: int) -> None:
@@ -239,17 +242,20 @@ class BlockTable:
             self._refuse_position(int(np.argmax(outside | (where < 0))), starts, where)
         cells = np.repeat(self._row_starts[:num_reqs], counts)
         cells += columns
-        slots = self.slot_mapping.np
-        # dtype: a block id fits int32, its slots may not (vLLM #1486).
-        live = np.multiply(self._flat.take(cells), self.block_size, dtype=np.int64, out=slots[:num_tokens])
-        live += where - columns * self.block_size
+        slots = self._slots.np
+        # In place in int64: a block id fits int32, its slots may not (vLLM #1486).
+        live = slots[:num_tokens]
+        live[:] = self._flat.take(cells)
+        live -= columns
+        live *= self.block_size
+        live += where  # block * size + (position - column * size)
         slots[num_tokens:] = PAD_SLOT_ID
-        self.slot_mapping.copy_to_gpu()
+        self._slots.copy_to_gpu()
 
     def clear_slot_mapping(self) -> None:
         """Make every slot -1, so that a dummy run writes nowhere."""
-        self.slot_mapping.np.fill(PAD_SLOT_ID)
-        self.slot_mapping.copy_to_gpu()
+        self._slots.np.fill(PAD_SLOT_ID)
+        self._slots.copy_to_gpu()
 
     def get_device_tensor(self, num_reqs: int) -> Tensor:  # [num_reqs, width] int32
         """What attention reads, as of the last commit: kernel blocks where the kernel's are smaller."""
@@ -338,14 +344,15 @@ class MultiGroupBlockTable:
 
     def append_row(self, block_ids: Sequence[Sequence[int]], row_idx: int) -> None:
         """Add blocks at the end of a row of every group."""
-        self._check_groups(block_ids)
+        if len(block_ids) != len(self.block_tables):
+            self._refuse(block_ids)
         for table, ids in zip(self.block_tables, block_ids):
-            if ids:
-                table.append_row(ids, row_idx)
+            table.append_row(ids, row_idx)
 
     def add_row(self, block_ids: Sequence[Sequence[int]], row_idx: int) -> None:
         """Replace the blocks of a row of every group."""
-        self._check_groups(block_ids)
+        if len(block_ids) != len(self.block_tables):
+            self._refuse(block_ids)
         for table, ids in zip(self.block_tables, block_ids):
             table.add_row(ids, row_idx)
 
@@ -384,8 +391,7 @@ class MultiGroupBlockTable:
         for table in self.block_tables:
             table.clear_slot_mapping()
 
-    def _check_groups(self, block_ids: Sequence[Sequence[int]]) -> None:
-        if len(block_ids) != len(self.block_tables):
-            raise ValueError(
-                f"block_ids has {len(block_ids)} groups, but there are {len(self.block_tables)} KV-cache groups"
-            )
+    def _refuse(self, block_ids: Sequence[Sequence[int]]) -> None:
+        raise ValueError(
+            f"block_ids has {len(block_ids)} lists, but there are {len(self.block_tables)} KV-cache groups"
+        )

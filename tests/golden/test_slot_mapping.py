@@ -41,10 +41,10 @@ def filled_table(case: dict[str, Any], width: int, **options: int) -> BlockTable
 
 def check_slots(table: BlockTable, case: dict[str, Any]) -> None:
     starts, positions = batch_of(case)
-    table.slot_mapping.np.fill(-77)
+    table.slot_mapping.fill_(-77)
     table.commit_block_table(len(case["requests"]))
     table.compute_slot_mapping(len(case["requests"]), starts, positions)
-    assert table.slot_mapping.gpu.tolist() == case["slot_mapping"] + [-1] * 3
+    assert table.slot_mapping.tolist() == case["slot_mapping"] + [-1] * 3
 
 
 def run_plain(case: dict[str, Any]) -> None:
@@ -109,7 +109,7 @@ def run_context_parallel(case: dict[str, Any]) -> None:
         for row, request in enumerate(case["requests"]):
             table.add_row(request["block_ids"], row)
         table.compute_slot_mapping(len(rows), starts, positions)
-        assert table.slot_mapping.gpu.tolist() == case["slot_mapping"]
+        assert table.slot_mapping.tolist() == case["slot_mapping"]
 
 
 @pytest.mark.parametrize("case", cases("slot_mapping"))
