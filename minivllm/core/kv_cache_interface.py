@@ -51,10 +51,11 @@ class KVCacheSpec:
             value, optional = getattr(self, name), getattr(type(self), name, 0) is None
             if not (isinstance(value, int) and value >= 1) and not (optional and value is None):
                 raise ValueError(f"{type(self).__name__}.{name} must be an integer of at least 1, got {value!r}")
-        if self.page_size_padded is not None and self.page_size_padded < self.real_page_size_bytes:
+        real = self.real_page_size_bytes  # refuses an unknown dtype
+        if self.page_size_padded is not None and self.page_size_padded < real:
             raise ValueError(
-                f"{type(self).__name__}.page_size_padded={self.page_size_padded} is below the page's own"
-                f" {self.real_page_size_bytes} bytes: raise it, or leave it None"
+                f"{type(self).__name__}.page_size_padded={self.page_size_padded} is below the page's own {real} bytes:"
+                " raise it, or leave it None"
             )
 
     @property
