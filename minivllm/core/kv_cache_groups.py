@@ -80,8 +80,8 @@ def estimate_max_model_len(
     fitted = min((_longest_that_fits(vllm_config, *worker) for worker in workers if worker[0]), default=longest)
     if fitted < 1:
         raise ValueError(
-            "Cannot auto-fit max_model_len: not enough GPU memory available to serve even a single token. Try increasing"
-            f" `gpu_memory_utilization`. Given are {list(available_memory)} bytes; a block takes"
+            "Cannot auto-fit max_model_len: not enough GPU memory available to serve even a single token. Try"
+            f" increasing `gpu_memory_utilization`. Given are {list(available_memory)} bytes; a block takes"
             f" {[bytes_per_block(groups) for groups, _ in workers if groups]}, and one is reserved as null block"
         )
     return fitted
