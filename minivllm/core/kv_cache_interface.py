@@ -29,7 +29,10 @@ def cdiv(a: int, b: int) -> int:
 
 
 class SpecsDifferError(ValueError):
-    """Layers cannot share one spec, so they belong to different groups. Mirrors: none (vLLM raises AssertionError)."""
+    """Layers cannot share one spec, so they belong to different groups.
+
+    Mirrors: none; vLLM raises AssertionError.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,1 @@
+"""Looks inside a running engine: printers of the forward context and of the KV cache."""
