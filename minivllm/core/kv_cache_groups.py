@@ -182,8 +182,8 @@ def _place_layers(
 ) -> tuple[KVCacheTensor, ...]:
     """Every group begins at byte 0 of the one allocation, so groups overlap; within a group no two pages do."""
     tensors = []
+    width = bytes_per_block(groups) if groups else 0
     for group in groups:
-        width = bytes_per_block(groups)
         start = 0  # bytes that the layers placed so far take of one block
         for spec, names in names_by_spec(group.layer_specs()).items():
             page = spec.page_size_bytes

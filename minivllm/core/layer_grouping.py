@@ -65,6 +65,7 @@ def _group(specs: LayerSpecs, names: Collection[str]) -> KVCacheGroupSpec:
 
 
 def uniform_type_group(specs: LayerSpecs) -> KVCacheGroupSpec:
+    """One group of layers whose pages differ in size only."""
     block_size = next(iter(specs.values())).block_size
     spec = UniformTypeKVCacheSpecs(block_size=block_size, kv_cache_specs=dict(specs))
     return KVCacheGroupSpec(layer_names=tuple(specs), kv_cache_spec=spec)
