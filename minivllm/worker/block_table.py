@@ -24,7 +24,6 @@ from torch import Tensor
 from minivllm.core.kv_cache_interface import cdiv
 
 Int32Array = npt.NDArray[np.int32]
-Int64Array = npt.NDArray[np.int64]
 IntArray = npt.NDArray[np.signedinteger[Any]]
 
 PAD_SLOT_ID = -1
@@ -77,13 +76,8 @@ def context_parallel_slots(
     block_table: IntArray,  # [num_reqs, width] int32
     query_start_loc: IntArray,  # [num_reqs + 1] int32
     positions: IntArray,  # [num_tokens] int64
-    *,
-    block_size: int,
-    world_size: int,
-    rank: int,
-    interleave: int,
-    max_num_batched_tokens: int,
-) -> Int64Array:  # [max_num_batched_tokens] int64, -1 = not on this rank, or padding
+    *, block_size: int, world_size: int, rank: int, interleave: int, max_num_batched_tokens: int,
+) -> npt.NDArray[np.int64]:  # [max_num_batched_tokens], -1 = not on this rank, or padding
     """Slots on one rank when the tokens of a sequence are dealt out to `world_size` ranks, `interleave` at a time.
 
     A block then covers block_size * world_size tokens of the sequence, of which each rank stores block_size.
@@ -99,11 +93,11 @@ def context_parallel_slots(
 
 
 def _host(values: IntArray | Tensor) -> IntArray:
-    if isinstance(values, Tensor):
-        if values.device.type != "cpu":
-            raise ValueError(f"slots are computed on the host, got a tensor on {values.device}: pass the host copy")
-        return values.numpy()
-    return values
+    if not isinstance(values, Tensor):
+        return values
+    if values.device.type != "cpu":
+        raise ValueError(f"slots are computed on the host, got a tensor on {values.device}: pass the host copy")
+    return values.numpy()
 
 
 class BlockTable:
@@ -118,46 +112,35 @@ class BlockTable:
     """
 
     def __init__(
-        self,
-        block_size: int,
-        max_num_reqs: int,
-        max_num_blocks_per_req: int,
-        max_num_batched_tokens: int,
-        device: torch.device | str,
-        kernel_block_size: int | None = None,
-        kernel_block_stride: int = 0,
+        self, block_size: int, max_num_reqs: int, max_num_blocks_per_req: int, max_num_batched_tokens: int,
+        device: torch.device | str, kernel_block_size: int | None = None, kernel_block_stride: int = 0,
     ) -> None:
-        for name, value in (
-            ("block_size", block_size),
-            ("max_num_reqs", max_num_reqs),
-            ("max_num_blocks_per_req", max_num_blocks_per_req),
-            ("max_num_batched_tokens", max_num_batched_tokens),
-            ("kernel_block_size", block_size if kernel_block_size is None else kernel_block_size),
-        ):
-            if value < 1:
-                raise ValueError(f"BlockTable needs {name} of at least 1, got {value}")
-        if kernel_block_size is not None and block_size % kernel_block_size:
+        sizes = (block_size, max_num_reqs, max_num_blocks_per_req, max_num_batched_tokens)
+        if min(sizes) < 1:
             raise ValueError(
-                f"kernel_block_size={kernel_block_size} does not divide block_size={block_size}: choose a block_size"
-                " that is a multiple of it"
+                "block_size, max_num_reqs, max_num_blocks_per_req and max_num_batched_tokens must be at least 1, got"
+                f" {', '.join(map(str, sizes))}"
+            )
+        kernel_block_size = block_size if kernel_block_size is None else kernel_block_size
+        if kernel_block_size < 1 or block_size % kernel_block_size:
+            raise ValueError(
+                f"kernel_block_size={kernel_block_size} does not divide block_size={block_size}: take a multiple of it"
             )
         self.block_size = block_size
         self.max_num_reqs = max_num_reqs
         self.max_num_blocks_per_req = max_num_blocks_per_req
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.blocks_per_kv_block = block_size // (kernel_block_size or block_size)
+        self.blocks_per_kv_block = block_size // kernel_block_size
         self.kernel_block_stride = kernel_block_stride or self.blocks_per_kv_block
-        self.device = torch.device(device)
 
+        shape = (max_num_reqs, max_num_blocks_per_req)
         split = self.blocks_per_kv_block > 1 or self.kernel_block_stride > 1
-        self.block_table = CpuGpuBuffer(
-            max_num_reqs, max_num_blocks_per_req, dtype=torch.int32, device="cpu" if split else device
-        )
-        self.kernel_table: CpuGpuBuffer | None = None
+        self.block_table = CpuGpuBuffer(*shape, dtype=torch.int32, device="cpu" if split else device)
+        self.kernel_table = self.block_table
         if split:
             width = max_num_blocks_per_req * self.blocks_per_kv_block
             self.kernel_table = CpuGpuBuffer(max_num_reqs, width, dtype=torch.int32, device=device)
-            self._expand(max_num_reqs, max_num_blocks_per_req)
+            self._expand(*shape)
             self.kernel_table.copy_to_gpu()
         self._slots = CpuGpuBuffer(max_num_batched_tokens, dtype=torch.int64, device=device)
         self.slot_mapping: Tensor = self._slots.gpu  # [max_num_batched_tokens] int64, -1 = no slot
@@ -210,11 +193,9 @@ class BlockTable:
 
     def commit_block_table(self, num_reqs: int) -> None:
         """Bring the first `num_reqs` rows to the device; call it after the last edit of a step."""
-        if self.kernel_table is None:
-            self.block_table.copy_to_gpu(num_reqs)
-        else:
+        if self.kernel_table is not self.block_table:
             self._expand(num_reqs, int(self.num_blocks_per_row[:num_reqs].max(initial=0)))
-            self.kernel_table.copy_to_gpu(num_reqs)
+        self.kernel_table.copy_to_gpu(num_reqs)
 
     def compute_slot_mapping(
         self,
@@ -259,7 +240,7 @@ class BlockTable:
 
     def get_device_tensor(self, num_reqs: int) -> Tensor:  # [num_reqs, width] int32
         """What attention reads, as of the last commit: kernel blocks where the kernel's are smaller."""
-        return (self.kernel_table or self.block_table).gpu[:num_reqs]
+        return self.kernel_table.gpu[:num_reqs]
 
     def get_null_tensor(self, num_reqs: int) -> Tensor:  # [num_reqs, width] int32
         """A table of null blocks for a dummy run: the live rows belong to real requests (vLLM #37728)."""
@@ -275,12 +256,10 @@ class BlockTable:
 
     def get_row(self, row_idx: int) -> list[int]:
         """The live blocks of one row, in the manager's ids."""
-        blocks: list[int] = self.block_table.np[row_idx, : self._lengths[row_idx]].tolist()
-        return blocks
+        return list(self.block_table.np[row_idx, : self._lengths[row_idx]].tolist())
 
     def _expand(self, num_reqs: int, num_columns: int) -> None:
         """Renew the kernel's ids of the live columns; those past every row's length are read by nobody."""
-        assert self.kernel_table is not None
         self.kernel_table.np[:num_reqs, : num_columns * self.blocks_per_kv_block] = map_to_kernel_blocks(
             self.block_table.np[:num_reqs, :num_columns], self.blocks_per_kv_block, self.kernel_block_stride
         )
@@ -288,19 +267,19 @@ class BlockTable:
     def _refuse(self, block_ids: Sequence[int], row_idx: int, end: int) -> None:
         if row_idx < 0:
             raise ValueError(f"row {row_idx} is negative: rows are 0 to {self.max_num_reqs - 1}")
-        if end > self.max_num_blocks_per_req:
-            raise ValueError(
-                f"row {row_idx} would hold {end} blocks, but its capacity is {self.max_num_blocks_per_req} blocks of"
-                f" {self.block_size} tokens: raise max_model_len, or stop the request sooner"
-            )
-        raise ValueError(f"row {row_idx} was given block id {min(block_ids)}: block ids are 0 (the null block) or more")
+        if end <= self.max_num_blocks_per_req:
+            raise ValueError(f"row {row_idx} was given block id {min(block_ids)}: the least is 0, the null block")
+        raise ValueError(
+            f"row {row_idx} would hold {end} blocks, but its capacity is {self.max_num_blocks_per_req} blocks of"
+            f" {self.block_size} tokens: raise max_model_len, or stop the request sooner"
+        )
 
     def _refuse_position(self, token: int, starts: IntArray, where: IntArray) -> None:
         row = int(np.searchsorted(starts, token, side="right")) - 1
         length = int(self.num_blocks_per_row[row])
         raise ValueError(
             f"position {where[token]} of row {row} has no block: the row holds {length} blocks of {self.block_size}"
-            f" tokens, positions 0 to {length * self.block_size - 1}; append its blocks before computing slots"
+            f" tokens, positions below {length * self.block_size}; append its blocks before computing slots"
         )
 
 
@@ -313,27 +292,20 @@ class MultiGroupBlockTable:
     """
 
     def __init__(
-        self,
-        max_num_reqs: int,
-        max_model_len: int,
-        max_num_batched_tokens: int,
-        device: torch.device | str,
-        block_sizes: Sequence[int],
-        kernel_block_sizes: Sequence[int] | None = None,
+        self, max_num_reqs: int, max_model_len: int, max_num_batched_tokens: int, device: torch.device | str,
+        block_sizes: Sequence[int], kernel_block_sizes: Sequence[int] | None = None,
         max_num_blocks: Sequence[int] | None = None,
     ) -> None:
-        if kernel_block_sizes is None:
-            kernel_block_sizes = block_sizes
-        if max_num_blocks is None:
-            max_num_blocks = [cdiv(max_model_len, block_size) for block_size in block_sizes]
-        if not len(block_sizes) == len(kernel_block_sizes) == len(max_num_blocks):
+        kernel_sizes = block_sizes if kernel_block_sizes is None else kernel_block_sizes
+        most = [cdiv(max_model_len, size) for size in block_sizes] if max_num_blocks is None else max_num_blocks
+        if not len(block_sizes) == len(kernel_sizes) == len(most):
             raise ValueError(
                 f"one value a KV-cache group is needed, got block_sizes={list(block_sizes)},"
-                f" kernel_block_sizes={list(kernel_block_sizes)}, max_num_blocks={list(max_num_blocks)}"
+                f" kernel_block_sizes={list(kernel_sizes)}, max_num_blocks={list(most)}"
             )
         self.block_tables = [
             BlockTable(size, max_num_reqs, block_table_width(blocks, size), max_num_batched_tokens, device, kernel_size)
-            for size, kernel_size, blocks in zip(block_sizes, kernel_block_sizes, max_num_blocks, strict=True)
+            for size, kernel_size, blocks in zip(block_sizes, kernel_sizes, most, strict=True)
         ]
 
     def __len__(self) -> int:
@@ -345,16 +317,14 @@ class MultiGroupBlockTable:
     def append_row(self, block_ids: Sequence[Sequence[int]], row_idx: int) -> None:
         """Add blocks at the end of a row of every group."""
         if len(block_ids) != len(self.block_tables):
-            self._refuse(block_ids)
+            raise ValueError(f"block_ids has {len(block_ids)} lists for {len(self.block_tables)} KV-cache groups")
         for table, ids in zip(self.block_tables, block_ids):
             table.append_row(ids, row_idx)
 
     def add_row(self, block_ids: Sequence[Sequence[int]], row_idx: int) -> None:
         """Replace the blocks of a row of every group."""
-        if len(block_ids) != len(self.block_tables):
-            self._refuse(block_ids)
-        for table, ids in zip(self.block_tables, block_ids):
-            table.add_row(ids, row_idx)
+        self.clear_row(row_idx)
+        self.append_row(block_ids, row_idx)
 
     def clear_row(self, row_idx: int) -> None:
         """Empty a row in every group."""
@@ -390,8 +360,3 @@ class MultiGroupBlockTable:
         """Make every slot of every group -1, for a dummy run."""
         for table in self.block_tables:
             table.clear_slot_mapping()
-
-    def _refuse(self, block_ids: Sequence[Sequence[int]]) -> None:
-        raise ValueError(
-            f"block_ids has {len(block_ids)} lists, but there are {len(self.block_tables)} KV-cache groups"
-        )

@@ -60,14 +60,8 @@ class InputBatch:
     """
 
     def __init__(
-        self,
-        max_num_reqs: int,
-        max_model_len: int,
-        max_num_batched_tokens: int,
-        device: torch.device | str,
-        vocab_size: int,
-        block_sizes: Sequence[int],
-        kernel_block_sizes: Sequence[int] | None = None,
+        self, max_num_reqs: int, max_model_len: int, max_num_batched_tokens: int, device: torch.device | str,
+        vocab_size: int, block_sizes: Sequence[int], kernel_block_sizes: Sequence[int] | None = None,
         max_num_blocks: Sequence[int] | None = None,
     ) -> None:
         self.max_num_reqs = max_num_reqs
@@ -76,17 +70,11 @@ class InputBatch:
         self.vocab_size = vocab_size
         # Pages of a zeroed numpy array take memory only once they are written.
         self.token_ids_cpu: Int32Array = np.zeros((max_num_reqs, max_model_len), dtype=np.int32)
-        self.num_tokens: Int32Array = np.zeros(max_num_reqs, dtype=np.int32)  # prompt and output
-        self.num_prompt_tokens: Int32Array = np.zeros(max_num_reqs, dtype=np.int32)
-        self.num_computed_tokens_cpu: Int32Array = np.zeros(max_num_reqs, dtype=np.int32)
+        # The counts of a row are one column, so that they move together.
+        self._counts: Int32Array = np.zeros((3, max_num_reqs), dtype=np.int32)
+        self.num_tokens, self.num_prompt_tokens, self.num_computed_tokens_cpu = self._counts  # num_tokens: with output
         self.block_table = MultiGroupBlockTable(
-            max_num_reqs,
-            max_model_len,
-            max_num_batched_tokens,
-            device,
-            block_sizes,
-            kernel_block_sizes,
-            max_num_blocks,
+            max_num_reqs, max_model_len, max_num_batched_tokens, device, block_sizes, kernel_block_sizes, max_num_blocks
         )
         self.req_id_to_index: dict[str, int] = {}
         self._states: list[CachedRequestState | None] = []  # None: a hole, between removal and condense
@@ -131,13 +119,8 @@ class InputBatch:
         except Exception:
             self.block_table.clear_row(row)
             raise
-        self.num_tokens[row] = state.num_tokens
-        self.num_prompt_tokens[row] = prompt_len
-        self.num_computed_tokens_cpu[row] = state.num_computed_tokens
-        if row == len(self._states):
-            self._states.append(state)
-        else:
-            self._states[row] = state
+        self._counts[:, row] = state.num_tokens, prompt_len, state.num_computed_tokens
+        self._states[row : row + 1] = [state]
         self.req_id_to_index[state.req_id] = row
         self.sampling_rows_changed = True
         return row
@@ -149,7 +132,7 @@ class InputBatch:
             return None
         self._states[row] = None
         self.block_table.clear_row(row)
-        self._clear_counts(row)
+        self._counts[:, row] = 0
         self.sampling_rows_changed = True
         return row
 
@@ -162,9 +145,8 @@ class InputBatch:
             src, tgt = len(self._states), self._states.index(None)
             length = self.num_tokens[src]
             self.token_ids_cpu[tgt, :length] = self.token_ids_cpu[src, :length]
-            for counts in (self.num_tokens, self.num_prompt_tokens, self.num_computed_tokens_cpu):
-                counts[tgt] = counts[src]
-            self._clear_counts(src)
+            self._counts[:, tgt] = self._counts[:, src]
+            self._counts[:, src] = 0
             self.block_table.move_row(src, tgt)
             self._states[tgt] = state
             self.req_id_to_index[state.req_id] = tgt
@@ -179,8 +161,7 @@ class InputBatch:
         length = max(self.num_tokens[pair])
         # Indexing with a list copies before it writes, so that neither row is read after it was overwritten.
         self.token_ids_cpu[pair, :length] = self.token_ids_cpu[reverse, :length]
-        for counts in (self.num_tokens, self.num_prompt_tokens, self.num_computed_tokens_cpu):
-            counts[pair] = counts[reverse]
+        self._counts[:, pair] = self._counts[:, reverse]
         self.block_table.swap_row(i1, i2)
         self._states[i1], self._states[i2] = second, first
         self.req_id_to_index[first.req_id], self.req_id_to_index[second.req_id] = i2, i1
@@ -207,26 +188,22 @@ class InputBatch:
         lists = [ids for state in live.values() for ids in (*state.block_ids, state.output_token_ids)]
         if len({id(item) for item in lists}) != len(lists):
             found.append("two rows share one list of blocks or outputs")
+        nobody = CachedRequestState(
+            req_id="no request", prompt_token_ids=[], sampling_params=SamplingParams(),
+            block_ids=tuple([] for _ in self.block_table.block_tables),
+        )
         for row in range(self.max_num_reqs):
-            state = live.get(row)
-            tokens = [] if state is None else state.prompt_token_ids + state.output_token_ids
-            prompt_len = 0 if state is None else state.num_prompt_tokens
-            blocks = [[]] * len(self.block_table) if state is None else list(state.block_ids)
-            computed = int(self.num_computed_tokens_cpu[row])
-            name = "holds no request" if state is None else f"({state.req_id})"
-            if self.token_ids_cpu[row, : self.num_tokens[row]].tolist() != tokens:
-                found.append(f"row {row} {name}: its tokens are not the request's")
-            if self.num_prompt_tokens[row] != prompt_len:
-                found.append(f"row {row} {name}: num_prompt_tokens {self.num_prompt_tokens[row]}, not {prompt_len}")
-            if not 0 <= computed <= len(tokens):
-                found.append(f"row {row} {name}: {computed} of {len(tokens)} tokens computed")
-            for group, ids in enumerate(blocks):
-                if self.block_table[group].get_row(row) != ids:
-                    held = self.block_table[group].get_row(row)
-                    found.append(f"row {row} {name}: group {group} holds blocks {held}, not {ids}")
+            state = live.get(row, nobody)
+            name, computed = f"row {row} ({state.req_id})", self.num_computed_tokens_cpu[row]
+            tokens = self.token_ids_cpu[row, : self.num_tokens[row]].tolist()
+            if tokens != state.prompt_token_ids + state.output_token_ids:
+                found.append(f"{name}: its tokens are not the request's")
+            if self.num_prompt_tokens[row] != state.num_prompt_tokens:
+                found.append(f"{name}: num_prompt_tokens {self.num_prompt_tokens[row]}, not {state.num_prompt_tokens}")
+            if not 0 <= computed <= state.num_tokens:
+                found.append(f"{name}: {computed} of {state.num_tokens} tokens computed")
+            held = tuple(table.get_row(row) for table in self.block_table.block_tables)
+            if held != tuple(state.block_ids):
+                found.append(f"{name}: holds blocks {held}, not {state.block_ids}")
         if found:
             raise RuntimeError("the input batch is inconsistent: " + "; ".join(found))
-
-    def _clear_counts(self, row: int) -> None:
-        for counts in (self.num_tokens, self.num_prompt_tokens, self.num_computed_tokens_cpu):
-            counts[row] = 0

@@ -222,7 +222,7 @@ def test_kernel_blocks_must_divide() -> None:
     with pytest.raises(ValueError, match="kernel_block_size=3 does not divide block_size=4"):
         make_table(kernel_block_size=3)
     for name in ("block_size", "rows", "width", "tokens"):
-        with pytest.raises(ValueError, match="at least 1, got 0"):
+        with pytest.raises(ValueError, match="at least 1, got .*0"):
             make_table(**{name: 0})
 
 
@@ -274,7 +274,7 @@ def test_groups_are_edited_together() -> None:
     assert all(t.slot_mapping.eq(-1).all() for t in tables.block_tables)
     tables.clear_row(2)
     assert [t.get_row(2) for t in tables.block_tables] == [[], []]
-    with pytest.raises(ValueError, match="1 lists, but there are 2 KV-cache groups"):
+    with pytest.raises(ValueError, match="1 lists for 2 KV-cache groups"):
         tables.append_row(([1],), 0)
     with pytest.raises(ValueError, match="one value a KV-cache group"):
         MultiGroupBlockTable(3, 64, 32, "cpu", [4, 16], kernel_block_sizes=[4])
