@@ -55,7 +55,7 @@ def read(file: str, node: ast.ClassDef) -> Entry:
     """ValueError, naming the class and the form to use, where the docstring does not say what it mirrors."""
     docstring = ast.get_docstring(node) or ""
     mirrors = part(docstring, "Mirrors") or ""
-    known = re.fullmatch(r"(vllm/\S+\.py) (\w+)(?:\. (.+)|\.)?", mirrors)
+    known = re.fullmatch(r"(vllm/\S+\.py) (\w+(?:(?:, | and )\w+)*)(?:\. (.+)|\.)?", mirrors)
     none = re.fullmatch(r"none[;:,] (.+)", mirrors)
     if known is None and none is None:
         raise ValueError(
