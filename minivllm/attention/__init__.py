@@ -1,0 +1,1 @@
+"""Attention: the layer that models call, the classes a backend is made of, and the backends."""

@@ -1,0 +1,234 @@
+"""The attention layer that models call: query, key, value in, attention out, and nothing of caches or batches.
+
+    forward ─► unified_kv_cache_update        writes K and V into the layer's pages, returns an empty tensor
+            └► unified_attention_with_output  takes that tensor, attends over the pages, fills `output`
+
+Both are opaque to `torch.compile`: they find metadata, slots and pages by the layer's name in the forward context, so
+a model compiles with fullgraph=True and nothing of a step becomes part of the graph. The empty tensor is an artificial
+dependency: without it a compiler could attend before the write, as the two ops share no data that it can see.
+
+Ops are made with torch.library.Library, not torch.library.custom_op, whose checks cost several times as much a call.
+Mirrors vllm/model_executor/layers/attention/attention.py (0.32.0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from minivllm.attention.backend import AttentionBackend, AttentionFeature, AttentionImpl
+from minivllm.attention.layer_base import AttentionLayerBase
+from minivllm.attention.selector import get_attn_backend
+from minivllm.config import VllmConfig
+from minivllm.core.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+)
+from minivllm.forward_context import get_attention_context
+
+
+class Attention(AttentionLayerBase):
+    """Multi-head, grouped-query or multi-query attention over paged K and V.
+
+    scale: factor of the scores. per_layer_sliding_window: tokens a query sees, itself included. attention_chunk_size:
+    a query sees only its own chunk. kv_sharing_target_layer_name: an earlier layer whose pages are read instead; then
+    nothing is written, and key and value may be None.
+
+    Mirrors: vllm/model_executor/layers/attention/attention.py Attention.
+    Leaves out: quantised caches, encoder attention, V heads of another size.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        *,
+        vllm_config: VllmConfig,
+        prefix: str,
+        alibi_slopes: Sequence[float] | None = None,
+        per_layer_sliding_window: int | None = None,
+        logits_soft_cap: float | None = None,
+        sinks: Tensor | None = None,  # [num_heads], often a parameter that is loaded later
+        attention_chunk_size: int | None = None,
+        kv_sharing_target_layer_name: str | None = None,
+    ) -> None:
+        super().__init__(prefix, num_heads)
+        self.head_size = head_size
+        self.num_kv_heads = num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.sliding_window = per_layer_sliding_window
+        self.attention_chunk_size = attention_chunk_size
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.vllm_config = vllm_config
+        for name, size in (("num_heads", num_heads), ("head_size", head_size), ("num_kv_heads", num_kv_heads)):
+            if size < 1:
+                raise ValueError(f"{prefix}: {name} must be at least 1, got {size}")
+        if num_heads % num_kv_heads:
+            raise ValueError(f"{prefix}: num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}")
+        for name, limit in (
+            ("per_layer_sliding_window", per_layer_sliding_window),
+            ("attention_chunk_size", attention_chunk_size),
+        ):
+            if limit is not None and limit < 1:
+                raise ValueError(f"{prefix}: {name} must be at least 1 token, got {limit}; None turns it off")
+        if per_layer_sliding_window is not None and attention_chunk_size is not None:
+            raise ValueError(f"{prefix}: a layer has either a sliding window or a chunk, not both")
+        if logits_soft_cap is not None and logits_soft_cap <= 0:
+            raise ValueError(f"{prefix}: logits_soft_cap must be above 0, got {logits_soft_cap}; None turns it off")
+        for name, values in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+            if values is not None and len(values) != num_heads:
+                raise ValueError(f"{prefix}: {name} must have one value a head ({num_heads}), got {len(values)}")
+        if kv_sharing_target_layer_name == prefix:
+            raise ValueError(f"{prefix} cannot share its own KV cache: name an earlier layer, or None")
+
+        features: dict[AttentionFeature, bool] = {
+            "sliding_window": per_layer_sliding_window is not None,
+            "chunked_local": attention_chunk_size is not None,
+            "logits_soft_cap": logits_soft_cap is not None,
+            "alibi": alibi_slopes is not None,
+            "sinks": sinks is not None,
+            "kv_sharing": kv_sharing_target_layer_name is not None,
+        }
+        self.attn_backend = get_attn_backend(
+            head_size,
+            getattr(torch, vllm_config.model_config.dtype),
+            vllm_config.device,
+            vllm_config.attention_backend,
+            [feature for feature, used in features.items() if used],
+        )
+        # Made on the layer's device whatever the default device is while a model is built.
+        slopes = None if alibi_slopes is None else torch.tensor(list(alibi_slopes), device=vllm_config.device)
+        self.impl: AttentionImpl[Any] = self.attn_backend.get_impl_cls()(
+            num_heads,
+            head_size,
+            scale,
+            num_kv_heads,
+            alibi_slopes=slopes,
+            sliding_window=per_layer_sliding_window,
+            logits_soft_cap=logits_soft_cap,
+            sinks=sinks,
+            attention_chunk_size=attention_chunk_size,
+        )
+
+    @override
+    def forward(
+        self,
+        query: Tensor,  # [num_tokens, num_heads * head_size]
+        key: Tensor | None,  # [num_tokens, num_kv_heads * head_size]
+        value: Tensor | None,  # [num_tokens, num_kv_heads * head_size]
+    ) -> Tensor:  # [num_tokens, num_heads * head_size]
+        query = query.view(-1, self.num_heads, self.head_size)
+        written: Tensor | None = None
+        if self.kv_sharing_target_layer_name is None:
+            if key is None or value is None:
+                raise ValueError(f"{self.layer_name} writes its own KV cache: key and value must not be None")
+            key = key.view(-1, self.num_kv_heads, self.head_size)
+            value = value.view(-1, self.num_kv_heads, self.head_size)
+            written = torch.ops.minivllm.unified_kv_cache_update(key, value, self.layer_name)
+        else:
+            key = value = None  # what this layer projects is not what its target's pages hold
+        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        torch.ops.minivllm.unified_attention_with_output(query, key, value, output, self.layer_name, written)
+        return output.view(-1, self.num_heads * self.head_size)
+
+    @override
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        return self.attn_backend
+
+    @override
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec | None:
+        if self.kv_sharing_target_layer_name is not None:
+            return None
+        page: dict[str, Any] = {
+            "block_size": vllm_config.cache_config.block_size,
+            "num_kv_heads": self.num_kv_heads,
+            "head_size": self.head_size,
+            "dtype": vllm_config.model_config.dtype,
+        }
+        keep_all = vllm_config.cache_config.disable_hybrid_kv_cache_manager
+        if self.sliding_window is not None and not keep_all:
+            return SlidingWindowSpec(**page, sliding_window=self.sliding_window)
+        if self.attention_chunk_size is not None and not keep_all:
+            return ChunkedLocalAttentionSpec(**page, attention_chunk_size=self.attention_chunk_size)
+        return FullAttentionSpec(
+            **page, sliding_window=self.sliding_window, attention_chunk_size=self.attention_chunk_size
+        )
+
+    @override
+    def extra_repr(self) -> str:
+        heads = f"{self.layer_name}, heads={self.num_heads}/{self.num_kv_heads}, head_size={self.head_size}"
+        return f"{heads}, backend={self.attn_backend.get_name()}"
+
+
+def unified_kv_cache_update(key: Tensor, value: Tensor, layer_name: str) -> Tensor:
+    """Write K and V, [num_tokens, num_kv_heads, head_size], to the slots of this step.
+
+    Mirrors: vllm/model_executor/layers/attention/attention.py unified_kv_cache_update.
+    """
+    metadata, layer, kv_cache, slot_mapping = get_attention_context(layer_name)
+    if metadata is not None:
+        if slot_mapping is None:
+            raise RuntimeError(
+                f"layer {layer_name!r} has metadata but no slot mapping in this forward: give set_forward_context"
+                " slot_mapping with an entry for each layer"
+            )
+        if kv_cache.numel() == 0:
+            raise RuntimeError(
+                f"layer {layer_name!r} has no KV cache yet: bind its pages (initialize_kv_cache) before a forward with"
+                " metadata, or run with attn_metadata=None"
+            )
+        cast(Attention, layer).impl.do_kv_cache_update(
+            layer, key, value, kv_cache, slot_mapping, attn_metadata=metadata
+        )
+    return key.new_empty(0)
+
+
+def unified_attention_with_output(
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    output: Tensor,
+    layer_name: str,
+    kv_cache_dummy_dep: Tensor | None = None,
+) -> None:
+    """Attend over the layer's pages into `output`; query and output are [num_tokens, num_heads, head_size].
+
+    Without metadata (profile run) the output is zeros, and the workspace of the largest step is taken.
+
+    Mirrors: vllm/model_executor/layers/attention/attention.py unified_attention_with_output.
+    """
+    metadata, layer, kv_cache, _ = get_attention_context(layer_name)
+    layer = cast(Attention, layer)
+    if metadata is None:
+        output.zero_()
+        layer.impl.reserve_workspace(query, layer.vllm_config)
+    else:
+        layer.impl.forward(layer, query, key, value, kv_cache, metadata, output)
+
+
+def _register_ops() -> Any:
+    make_library: Any = torch.library.Library  # has no annotations
+    library = make_library("minivllm", "FRAGMENT")
+    library.define("unified_kv_cache_update(Tensor key, Tensor value, str layer_name) -> Tensor")
+    library.define(
+        "unified_attention_with_output(Tensor query, Tensor? key, Tensor? value, Tensor(a!) output, str layer_name,"
+        " Tensor? kv_cache_dummy_dep=None) -> ()"
+    )
+    for device_type in ("CPU", "CUDA"):
+        library.impl("unified_kv_cache_update", unified_kv_cache_update, device_type)
+        library.impl("unified_attention_with_output", unified_attention_with_output, device_type)
+    torch.library.register_fake(
+        "minivllm::unified_kv_cache_update", lambda key, value, layer_name: key.new_empty(0), lib=library
+    )
+    torch.library.register_fake("minivllm::unified_attention_with_output", lambda *args: None, lib=library)
+    return library
+
+
+_library = _register_ops()  # ops live as long as this object
