@@ -173,6 +173,7 @@ def unified_kv_cache_update(key: Tensor, value: Tensor, layer_name: str) -> Tens
     Mirrors: vllm/model_executor/layers/attention/attention.py unified_kv_cache_update.
     """
     metadata, layer, kv_cache, slot_mapping = get_attention_context(layer_name)
+    layer = cast(Attention, layer)
     if metadata is not None:
         if slot_mapping is None:
             raise RuntimeError(
@@ -184,9 +185,7 @@ def unified_kv_cache_update(key: Tensor, value: Tensor, layer_name: str) -> Tens
                 f"layer {layer_name!r} has no KV cache yet: bind its pages (initialize_kv_cache) before a forward with"
                 " metadata, or run with attn_metadata=None"
             )
-        cast(Attention, layer).impl.do_kv_cache_update(
-            layer, key, value, kv_cache, slot_mapping, attn_metadata=metadata
-        )
+        layer.impl.do_kv_cache_update(layer, key, value, kv_cache, slot_mapping, attn_metadata=metadata)
     return key.new_empty(0)
 
 
