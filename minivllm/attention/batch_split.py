@@ -9,47 +9,22 @@ serves speculative decoding.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-
-class SplittableBatch(Protocol):
-    """What `split_decodes_and_prefills` reads of a CommonAttentionMetadata. vLLM has no such protocol."""
-
-    @property
-    def num_reqs(self) -> int: ...
-    @property
-    def num_actual_tokens(self) -> int: ...
-    @property
-    def query_start_loc_cpu(self) -> Tensor: ...
-
-
-class ReorderableBatch(Protocol):
-    """What the reordering reads and does of an InputBatch. vLLM has no such protocol."""
-
-    @property
-    def req_ids(self) -> Sequence[str]: ...
-    @property
-    def num_computed_tokens_cpu(self) -> npt.NDArray[np.int32]: ...
-    @property
-    def num_prompt_tokens(self) -> npt.NDArray[np.int32]: ...
-    def swap_states(self, i1: int, i2: int) -> None: ...
-
-
-class ScheduledTokens(Protocol):
-    """What the reordering reads of a SchedulerOutput. vLLM has no such protocol."""
-
-    @property
-    def num_scheduled_tokens(self) -> Mapping[str, int]: ...
+if TYPE_CHECKING:  # only names: attention imports nothing of the scheduler or the worker
+    from minivllm.attention.metadata import CommonAttentionMetadata
+    from minivllm.core.scheduler_output import SchedulerOutput
+    from minivllm.worker.input_batch import InputBatch
 
 
 def split_decodes_and_prefills(
-    common_attn_metadata: SplittableBatch,
+    common_attn_metadata: CommonAttentionMetadata,
     decode_threshold: int = 1,
     require_uniform: bool = False,
     treat_short_extends_as_decodes: bool = True,
@@ -91,7 +66,7 @@ def split_decodes_and_prefills(
 
 
 def reorder_batch_to_split_decodes_and_prefills(
-    input_batch: ReorderableBatch, scheduler_output: ScheduledTokens, decode_threshold: int = 1
+    input_batch: InputBatch, scheduler_output: SchedulerOutput, decode_threshold: int = 1
 ) -> bool:
     """Swap rows until the batch runs decode, short extend, long extend, prefill; True if any row moved.
 
@@ -125,7 +100,7 @@ def split_prefill_chunks(
 
     seq_lens_cpu: [num_prefills] int32. request_offset is added to every bound.
     """
-    lengths: list[Any] = seq_lens_cpu.tolist() if isinstance(seq_lens_cpu, Tensor) else list(seq_lens_cpu)
+    lengths: list[int] = seq_lens_cpu.tolist() if isinstance(seq_lens_cpu, Tensor) else list(seq_lens_cpu)
     bounds, total = [0], 0
     for request, length in enumerate(lengths):
         if length > workspace_size:

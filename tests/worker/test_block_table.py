@@ -222,7 +222,7 @@ def test_kernel_blocks_must_divide() -> None:
     with pytest.raises(ValueError, match="kernel_block_size=3 does not divide block_size=4"):
         make_table(kernel_block_size=3)
     for name in ("block_size", "rows", "width", "tokens"):
-        with pytest.raises(ValueError, match="at least 1, got .*0"):
+        with pytest.raises(ValueError, match=r"at least 1, got .*0"):
             make_table(**{name: 0})
 
 
