@@ -118,8 +118,8 @@ class Request:
         self.stop_reason: int | str | None = None
         self.num_prompt_tokens = len(self.prompt_token_ids)
         self.num_computed_tokens = 0
-        # Tokens of the first admission that came from the prefix cache; None before it.
-        self.num_cached_tokens: int | None = None
+        # Tokens found in the prefix cache at the first admission.
+        self.num_cached_tokens = 0
         self.num_preemptions = 0
         # Set by the KV-cache manager: up to here the prefix is shared with other requests.
         self.shared_prefix_boundary = 0
@@ -175,5 +175,5 @@ class Request:
         return self.status.is_finished
 
     def get_finished_reason(self) -> str | None:
-        """"stop", "length", "abort" or "error"; None while it lives."""
+        """Why it ended: "stop", "length", "abort" or "error"; None while it lives."""
         return _FINISH_REASONS.get(self.status)
