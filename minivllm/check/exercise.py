@@ -108,7 +108,7 @@ def same(got: Any, want: Any) -> bool:
         if not isinstance(got, torch.Tensor) or got.shape != want.shape:
             return False
         return torch.allclose(got.double(), want.double(), rtol=1e-5, atol=1e-6, equal_nan=True)
-    if isinstance(got, torch.Tensor):
+    if hasattr(got, "tolist"):  # a tensor, or an array or a number of numpy
         got = got.tolist()
     if isinstance(want, dict):
         return isinstance(got, dict) and got.keys() == want.keys() and all(same(got[key], want[key]) for key in want)
@@ -123,8 +123,8 @@ def first_difference(got: Any, want: Any) -> str:
         if got.shape != want.shape:
             return f"The shape is {tuple(got.shape)}, wanted {tuple(want.shape)}."
         place = (got.double() - want.double()).abs().nan_to_num(nan=1e9).argmax()
-        index = [int(i) for i in torch.unravel_index(place, want.shape)]
-        return f"The largest difference is at index {index}: {got[*index]:.3f}, wanted {want[*index]:.3f}."
+        where = tuple(int(i) for i in torch.unravel_index(place, want.shape))
+        return f"The largest difference is at index {list(where)}: {got[where]:.3f}, wanted {want[where]:.3f}."
     if isinstance(got, (list, tuple)) and isinstance(want, (list, tuple)):
         if len(got) != len(want):
             return f"There are {len(got)} items, wanted {len(want)}."

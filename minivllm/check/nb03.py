@@ -9,12 +9,15 @@ from minivllm.check.exercise import Exercise, Inputs
 
 
 def slots_of_batch(
-    block_table: list[list[int]], query_start_loc: list[int], positions: list[int], block_size: int
+    block_table: list[list[int]],
+    query_start_loc: list[int],
+    positions: list[int],
+    block_size: int,
 ) -> list[int]:
-    """The slot of every token of the step.
+    """The slot of every token of the step, in the order of the batch.
 
-    block_table: one list of block ids a request. query_start_loc: [num_reqs + 1], tokens
-    query_start_loc[i] to query_start_loc[i + 1] belong to request i. positions: one a token.
+    block_table: one list of block ids a request.
+    query_start_loc: [num_reqs + 1]. positions: [num_tokens].
     """
     slots = []
     for row, blocks in enumerate(block_table):
@@ -25,7 +28,10 @@ def slots_of_batch(
 
 
 def owner_of_slot(
-    slot: int, block_table: list[list[int]], seq_lens: list[int], block_size: int
+    slot: int,
+    block_table: list[list[int]],
+    seq_lens: list[int],
+    block_size: int,
 ) -> tuple[int, int] | None:
     """(row, position) of the token that lies in a slot, or None where no token does.
 
@@ -49,7 +55,8 @@ def _rows(rng: random.Random, i: int) -> tuple[list[list[int]], list[int], int]:
 
 def _batch(rng: random.Random, i: int) -> Inputs:
     table, seq_lens, block_size = _rows(rng, i)
-    starts, positions = [0], []
+    starts: list[int] = [0]
+    positions: list[int] = []
     for length in seq_lens:
         computed = rng.randrange(length)
         positions += range(computed, length)

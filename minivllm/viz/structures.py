@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from minivllm.core.scheduler_output import SchedulerOutput
     from minivllm.worker.block_table import BlockTable
 
-NO_SLOT = Cell("-1", "none")
 NOTHING = Cell("", "none")
 
 
@@ -114,9 +113,9 @@ class SlotMappingView(Structure):
         order = {name: i for i, name in enumerate(dict.fromkeys(name for name, _, _ in self.tokens if name))}
         size = self.block_size
 
-        def row(values: list[int]) -> tuple[Cell, ...]:
+        def row(values: list[int], padding: str = "") -> tuple[Cell, ...]:
             return tuple(
-                Cell(str(value), owner(order[name])) if name else NO_SLOT
+                Cell(str(value), owner(order[name])) if name else Cell(padding, "none")
                 for value, (name, _, _) in zip(values, self.tokens, strict=True)
             )
 
@@ -128,7 +127,7 @@ class SlotMappingView(Structure):
                 ("position", row([position for _, position, _ in self.tokens])),
                 ("block", row([slot // size for slot in slots])),
                 ("offset", row([slot % size for slot in slots])),
-                ("slot", row(slots)),
+                ("slot", row(slots, "-1")),
             ),
         )
 
