@@ -127,8 +127,8 @@ class GGUFFile:
         have = len(self._bytes) - tensor.offset
         if have < rows * row_bytes:
             raise ValueError(
-                f"tensor {name!r} needs {rows * row_bytes} bytes at {tensor.offset}, but the file ends {max(have, 0)}"
-                " bytes after that: it is cut off, fetch it again"
+                f"tensor {name!r} needs {rows * row_bytes} bytes at {tensor.offset}, but {self.path} ends"
+                f" {max(have, 0)} bytes after that: it is cut off, fetch it again"
             )
         data = np.frombuffer(self._bytes, np.uint8, rows * row_bytes, tensor.offset).reshape(rows, row_bytes)
         if kind == gguf.GGMLQuantizationType.F32:

@@ -52,7 +52,7 @@ def resolve_model(model: str) -> ModelFiles:
         )
     if any(path.glob("*.safetensors")) or (path / "model.safetensors.index.json").exists():
         if not (path / "config.json").is_file():
-            raise FileNotFoundError(f"model folder {model!r} has weights but no config.json: copy it there")
+            raise FileNotFoundError(f"model folder {model!r} has no config.json; copy it there")
         return ModelFiles(path=path, kind="safetensors")
     ggufs = sorted(path.glob("*.gguf"))
     if len(ggufs) == 1:
