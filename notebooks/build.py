@@ -191,6 +191,7 @@ def run(notebook: NotebookNode, twice: bool = False) -> dict[str, Any]:
                     again = copy.deepcopy(cell)
                     client.execute_cell(again, index)
                     tidy(again)
+                    notebook.cells[index] = cell  # nbclient puts in what it ran last
                     if again.outputs != cell.outputs:
                         report["changed_on_second_run"].append(
                             f"cell {index}: {cell.source.splitlines()[0]}"
