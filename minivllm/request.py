@@ -81,13 +81,6 @@ class Request:
     Leaves out: pooling, prompt embeddings, structured output, streamed input, speculative tokens, KV transfer.
     """
 
-    __slots__ = (
-        "_all_token_ids", "_block_hasher", "_output_token_ids", "arrival_time", "block_hashes", "cache_salt",
-        "eos_token_id", "lora_request", "mm_features", "num_cached_tokens", "num_computed_tokens",
-        "num_preemptions", "num_prompt_tokens", "priority", "prompt_token_ids", "request_id", "sampling_params",
-        "shared_prefix_boundary", "status", "stop_reason",
-    )  # fmt: skip
-
     def __init__(
         self,
         request_id: str,

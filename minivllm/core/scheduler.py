@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 from minivllm.config import VllmConfig
 from minivllm.core.kv_cache_groups import resolve_kv_cache_block_sizes
-from minivllm.core.kv_cache_interface import KVCacheConfig, MambaSpec
-from minivllm.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from minivllm.core.kv_cache_interface import BlockId, KVCacheConfig, MambaSpec
+from minivllm.core.kv_cache_manager import KVCacheManager
 from minivllm.core.request_queue import create_request_queue
 from minivllm.core.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from minivllm.outputs import EngineCoreOutput, ModelRunnerOutput
@@ -30,9 +30,10 @@ class _Step:
     token_budget: int
     chunk_limit: int  # the most tokens one request may get
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
-    running: dict[str, KVCacheBlocks] = field(default_factory=dict)  # request id -> blocks it got in this step
+    # Requests the runner knows: new blocks, or None; for the resumed ones the whole table.
+    known: dict[str, tuple[list[BlockId], ...] | None] = field(default_factory=dict)
+    resumed: set[str] = field(default_factory=set)
     new: list[Request] = field(default_factory=list)
-    resumed: list[Request] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
 
     def give(self, request_id: str, num_tokens: int) -> None:
@@ -40,8 +41,8 @@ class _Step:
         self.token_budget -= num_tokens
 
     def take_back(self, request_id: str) -> None:
-        if self.running.pop(request_id, None) is not None:
-            self.token_budget += self.num_scheduled_tokens.pop(request_id)
+        self.token_budget += self.num_scheduled_tokens.pop(request_id, 0)
+        self.known.pop(request_id, None)
 
 
 class Scheduler:
@@ -208,7 +209,7 @@ class Scheduler:
                     return
                 blocks = self.kv_cache_manager.allocate_slots(request, num_new)
             else:
-                step.running[request.request_id] = blocks
+                step.known[request.request_id] = blocks.get_block_ids(allow_none=True)
                 step.give(request.request_id, num_new)
                 index += 1
 
@@ -245,26 +246,15 @@ class Scheduler:
                 request.num_cached_tokens = num_hit
                 step.new.append(request)
             else:
-                step.resumed.append(request)
+                step.resumed.add(request.request_id)
+                step.known[request.request_id] = self.kv_cache_manager.get_block_ids(request.request_id)
             request.status = RequestStatus.RUNNING
             request.num_computed_tokens = num_hit
             step.give(request.request_id, num_new)
 
     def _make_output(self, step: _Step) -> SchedulerOutput:
         """Built before computed tokens are counted up: the runner needs the state before the step."""
-        manager, cached = self.kv_cache_manager, CachedRequestData()
-        for request_id, blocks in step.running.items():
-            request = self.requests[request_id]
-            cached.req_ids.append(request_id)
-            cached.new_block_ids.append(blocks.get_block_ids(allow_none=True))
-            cached.num_computed_tokens.append(request.num_computed_tokens)
-            cached.num_output_tokens.append(request.num_output_tokens)
-        for request in step.resumed:
-            cached.req_ids.append(request.request_id)
-            cached.resumed_req_ids.add(request.request_id)
-            cached.new_block_ids.append(manager.get_block_ids(request.request_id))
-            cached.num_computed_tokens.append(request.num_computed_tokens)
-            cached.num_output_tokens.append(request.num_output_tokens)
+        manager, known = self.kv_cache_manager, [self.requests[request_id] for request_id in step.known]
         finished, self.finished_req_ids = self.finished_req_ids, set()
         return SchedulerOutput(
             scheduled_new_reqs=[
@@ -278,7 +268,13 @@ class Scheduler:
                 )
                 for request in step.new
             ],
-            scheduled_cached_reqs=cached,
+            scheduled_cached_reqs=CachedRequestData(
+                req_ids=list(step.known),
+                resumed_req_ids=step.resumed,
+                new_block_ids=list(step.known.values()),
+                num_computed_tokens=[request.num_computed_tokens for request in known],
+                num_output_tokens=[request.num_output_tokens for request in known],
+            ),
             num_scheduled_tokens=step.num_scheduled_tokens,
             total_num_scheduled_tokens=sum(step.num_scheduled_tokens.values()),
             preempted_req_ids=step.preempted,
