@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from minivllm.config import Dtype, VllmConfig
+from minivllm.layers.linear import ReplicatedLinear
 from minivllm.layers.rotary import rope_max_length
 from minivllm.models.gguf import GGUFFile, GGUFStream, gguf_config
 from minivllm.models.registry import ModelRegistry, check_forward_contract
@@ -143,4 +144,7 @@ def load_model(vllm_config: VllmConfig) -> nn.Module:
         cast(Any, model).load_weights(stream)
     except ValueError as error:
         raise ValueError(f"cannot load {stream.source}: {error}") from error
+    for module in model.modules():
+        if isinstance(module, ReplicatedLinear):
+            module.process_weights_after_loading()
     return model.requires_grad_(False).eval()

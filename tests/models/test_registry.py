@@ -40,9 +40,9 @@ def test_unknown_architecture_lists_the_known(architectures: list[str] | None) -
 
 def test_register_refuses_what_is_no_model() -> None:
     registry = _ModelRegistry()
-    with pytest.raises(ValueError, match="'module:Class', got 'minivllm.models.llama'"):
+    with pytest.raises(ValueError, match=r"'module:Class', got 'minivllm.models.llama'"):
         registry.register_model("Mine", "minivllm.models.llama")
-    with pytest.raises(TypeError, match="expected a torch.nn.Module class"):
+    with pytest.raises(TypeError, match=r"expected a torch.nn.Module class"):
         registry.register_model("Mine", dict)  # type: ignore[arg-type]
 
 
