@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import importlib
 import re
-from typing import Any
+from contextlib import suppress
 
-from minivllm.check.exercise import hint, solution
+from minivllm.check.exercise import REGISTRY, Exercise, hint, solution
 
 __all__ = ["hint", "solution"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> Exercise:
     """exNN and exNN_2 come from the module nbNN, loaded on first use."""
-    found = re.fullmatch(r"ex(\d\d)(_\d)?", name)
-    if found is None:
+    if found := re.fullmatch(r"ex(\d\d)(_\d)?", name):
+        with suppress(ModuleNotFoundError):
+            importlib.import_module(f"minivllm.check.nb{found[1]}")
+    if name not in REGISTRY:
         raise AttributeError(
-            f"check has no {name!r}: exercises are exNN and exNN_2, for notebook NN; also hint, solution"
+            f"check has no {name!r}: exercises are exNN, exNN_2, ... of notebook NN; also hint, solution"
         )
-    module = importlib.import_module(f"minivllm.check.nb{found[1]}")
-    return module.EXERCISES[name]
+    return REGISTRY[name]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 import random
+import re
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import torch
 
 Inputs = dict[str, Any]
 _tried: dict[str, int] = {}  # hints given, by exercise; the exercise tried last comes last
-_all: dict[str, Exercise] = {}
+REGISTRY: dict[str, Exercise] = {}
 
 
 class NotWritten(NotImplementedError):
@@ -49,8 +50,9 @@ class Exercise:
     """Called with an answer, prints that it is right or raises with what went wrong.
 
     inputs: makes the arguments of round i from a seeded generator; early rounds should be small, since a mistake is
-    shown on the first round that reveals it. observe: runs a function on a copy of them and returns what is compared.
-    why: a sentence for a wrong answer, from inputs and the two results, or "".
+    shown on the first round that reveals it. Its docstring holds the hints, one a paragraph that begins with "Hint:".
+    observe: runs a function on a copy of the arguments and returns what is compared.
+    why: a sentence for a wrong answer, from the arguments and the two results, or "".
 
     Mirrors: none; a part of the course.
     """
@@ -58,14 +60,18 @@ class Exercise:
     name: str
     solution: Callable[..., Any]
     inputs: Callable[[random.Random, int], Inputs]
-    hints: tuple[str, ...]
-    observe: Callable[[Callable[..., Any], Inputs], Any] = _call
-    why: Callable[[Inputs, Any, Any], str] | None = None
+    observe: Callable[[Callable[..., Any], Inputs], Any]
+    why: Callable[[Inputs, Any, Any], str]
     rounds: int = 40
+
+    @property
+    def hints(self) -> list[str]:
+        """From the gentlest to the plainest."""
+        paragraphs = re.split(r"\n\s*\n", inspect.getdoc(self.inputs) or "")
+        return [" ".join(text.split()).removeprefix("Hint: ") for text in paragraphs if text.startswith("Hint: ")]
 
     def __call__(self, answer: Callable[..., Any]) -> None:
         """Print that `answer` is right, or raise NotWritten or WrongAnswer."""
-        _all[self.name] = self
         _tried[self.name] = _tried.pop(self.name, 0)
         for i in range(self.rounds):
             given = self.inputs(random.Random(f"{self.name}/{i}"), i)
@@ -82,10 +88,25 @@ class Exercise:
         print(f"{self.name}: right, on {self.rounds} inputs")
 
     def _explain(self, given: Inputs, got: Any, want: Any) -> str:
-        reason = self.why(given, got, want) if self.why else ""
+        reason = self.why(given, got, want) or first_difference(got, want)
         lines = [f"{self.name}: not right yet.", *(f"  {name} = {show(value)}" for name, value in given.items())]
-        lines += [f"  yours:  {show(got)}", f"  wanted: {show(want)}", f"  {reason or first_difference(got, want)}"]
+        lines += [f"  yours:  {show(got)}", f"  wanted: {show(want)}", f"  {reason}"]
         return "\n".join([*lines, "Stuck? check.hint()"])
+
+
+def exercise(
+    name: str,
+    solution: Callable[..., Any],
+    observe: Callable[[Callable[..., Any], Inputs], Any] = _call,
+    why: Callable[[Inputs, Any, Any], str] = lambda given, got, want: "",
+) -> Callable[[Callable[[random.Random, int], Inputs]], Exercise]:
+    """Make and register an exercise from the function that makes its inputs; the parts are Exercise's."""
+
+    def register(inputs: Callable[[random.Random, int], Inputs]) -> Exercise:
+        REGISTRY[name] = Exercise(name=name, solution=solution, inputs=inputs, observe=observe, why=why)
+        return REGISTRY[name]
+
+    return register
 
 
 def describe(given: Mapping[str, Any]) -> str:
@@ -136,15 +157,15 @@ def first_difference(got: Any, want: Any) -> str:
 def _last() -> Exercise:
     if not _tried:
         raise ValueError("no exercise was tried yet: run the cell with check.exNN(your_function) first")
-    return _all[list(_tried)[-1]]
+    return REGISTRY[list(_tried)[-1]]
 
 
 def hint() -> None:
     """Print the next hint of the exercise tried last; the last one repeats."""
-    exercise = _last()
-    given = min(_tried[exercise.name], len(exercise.hints) - 1)
-    _tried[exercise.name] = given + 1
-    print(f"{exercise.name}, hint {given + 1} of {len(exercise.hints)}: {exercise.hints[given]}")
+    last = _last()
+    given = min(_tried[last.name], len(last.hints) - 1)
+    _tried[last.name] = given + 1
+    print(f"{last.name}, hint {given + 1} of {len(last.hints)}: {last.hints[given]}")
 
 
 def solution() -> None:

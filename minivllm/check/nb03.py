@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from minivllm.check.exercise import Exercise, Inputs
+from minivllm.check.exercise import Inputs, exercise
 
 
 def slots_of_batch(
@@ -53,7 +53,16 @@ def _rows(rng: random.Random, i: int) -> tuple[list[list[int]], list[int], int]:
     return table, seq_lens, block_size
 
 
+@exercise("ex03", slots_of_batch)
 def _batch(rng: random.Random, i: int) -> Inputs:
+    """A batch of prefills, chunks and decodes.
+
+    Hint: Two loops: over the requests, then over the tokens of each, query_start_loc[row] to [row + 1].
+
+    Hint: divmod(position, block_size) gives the column in the request's row and the offset in the block.
+
+    Hint: slot = row[column] * block_size + offset. Use the token's position, not its place in the step.
+    """
     table, seq_lens, block_size = _rows(rng, i)
     starts: list[int] = [0]
     positions: list[int] = []
@@ -64,7 +73,20 @@ def _batch(rng: random.Random, i: int) -> Inputs:
     return {"block_table": table, "query_start_loc": starts, "positions": positions, "block_size": block_size}
 
 
+def _why_slot(given: Inputs, got: Any, want: Any) -> str:
+    if want is None:
+        return "No token lies there: that entry of the row is beyond its seq_len."
+    return f"Row {want[0]} is {given['block_table'][want[0]]}; position {want[1]} falls into slot {given['slot']}."
+
+
+@exercise("ex03_2", owner_of_slot, why=_why_slot)
 def _slot(rng: random.Random, i: int) -> Inputs:
+    """A slot that holds a token, or a stale one.
+
+    Hint: divmod(slot, block_size) gives the block and the offset. Whose row holds that block, at which column?
+
+    Hint: position = column * block_size + offset, but only if it is below the row's seq_len.
+    """
     table, seq_lens, block_size = _rows(rng, i)
     row = rng.randrange(len(table))
     position = rng.randrange(seq_lens[row])
@@ -73,33 +95,3 @@ def _slot(rng: random.Random, i: int) -> Inputs:
         table[row].append(rng.randint(41, 50))
         slot = table[row][-1] * block_size
     return {"slot": slot, "block_table": table, "seq_lens": seq_lens, "block_size": block_size}
-
-
-def _why_slot(given: Inputs, got: Any, want: Any) -> str:
-    if want is None:
-        return "No token lies there: that entry of the row is beyond its seq_len."
-    return f"Row {want[0]} is {given['block_table'][want[0]]}; position {want[1]} falls into slot {given['slot']}."
-
-
-EXERCISES = {
-    "ex03": Exercise(
-        name="ex03",
-        solution=slots_of_batch,
-        inputs=_batch,
-        hints=(
-            "Two loops: over the requests, then over the tokens of each, query_start_loc[row] to [row + 1].",
-            "divmod(position, block_size) gives the column in the request's row and the offset in the block.",
-            "slot = row[column] * block_size + offset. Use the token's position, not its place in the step.",
-        ),
-    ),
-    "ex03_2": Exercise(
-        name="ex03_2",
-        solution=owner_of_slot,
-        inputs=_slot,
-        why=_why_slot,
-        hints=(
-            "divmod(slot, block_size) gives the block and the offset. Whose row holds that block, at which column?",
-            "position = column * block_size + offset, but only if it is below the row's seq_len.",
-        ),
-    ),
-}

@@ -63,7 +63,116 @@ def ex03_2_block(slot: int, block_table: Any, seq_lens: Any, block_size: int) ->
     return found and (found[0], slot % block_size)
 
 
+def ex01_forgets_to_restore(holder: Any, context: Any, body: Any) -> Any:
+    holder["current"] = context
+    return body()
+
+
+def ex01_clears(holder: Any, context: Any, body: Any) -> Any:
+    """Does not know of nesting."""
+    holder["current"] = context
+    try:
+        return body()
+    finally:
+        holder["current"] = None
+
+
+def ex01_no_finally(holder: Any, context: Any, body: Any) -> Any:
+    """Right unless body raises."""
+    former, holder["current"] = holder["current"], context
+    result = body()
+    holder["current"] = former
+    return result
+
+
+def ex01_swallows(holder: Any, context: Any, body: Any) -> Any:
+    """Restores, and hides the error."""
+    former, holder["current"] = holder["current"], context
+    try:
+        return body()
+    except Exception:
+        return None
+    finally:
+        holder["current"] = former
+
+
+def ex01_2_last_wins(groups: Any, metadata: Any) -> dict[str, str]:
+    return {name: built for names, built in zip(groups, metadata) for name in names}
+
+
+def ex01_2_one_for_all(groups: Any, metadata: Any) -> dict[str, str]:
+    """One global metadata, the fault of vLLM #17394."""
+    names = [name for group in groups for name in group]
+    if len(set(names)) < len(names):
+        raise ValueError
+    return dict.fromkeys(names, metadata[0])
+
+
+def ex02_swapped(key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> None:
+    check.ex02.solution(value, key, kv_cache, slot_mapping)
+
+
+def ex02_writes_minus_one(key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> None:
+    """-1 as an index: the last slot (vLLM #43810)."""
+    size = kv_cache.shape[2]
+    kv_cache[slot_mapping // size, 0, slot_mapping % size] = key
+    kv_cache[slot_mapping // size, 1, slot_mapping % size] = value
+
+
+def ex02_blocks_in_a_row(key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> None:
+    """Ignores the slots: fills from slot 0 on."""
+    check.ex02.solution(key, value, kv_cache, torch.arange(len(key)))
+
+
+def ex02_2_sorted(kv_cache: Any, block_ids: Any, num_tokens: int) -> Any:
+    return check.ex02_2.solution(kv_cache, sorted(block_ids), num_tokens)
+
+
+def ex02_2_whole_blocks(kv_cache: Any, block_ids: Any, num_tokens: int) -> Any:
+    """Returns the unused tail of the last block too."""
+    return check.ex02_2.solution(kv_cache, block_ids, len(block_ids) * kv_cache.shape[2])
+
+
+def ex02_2_keys_twice(kv_cache: Any, block_ids: Any, num_tokens: int) -> Any:
+    keys, _ = check.ex02_2.solution(kv_cache, block_ids, num_tokens)
+    return keys, keys
+
+
+def ex00_no_eos(logits_of: Any, prompt_token_ids: Any, max_tokens: int, eos_token_id: int) -> list[int]:
+    return check.ex00.solution(logits_of, prompt_token_ids, max_tokens, -1)
+
+
+def ex00_drops_eos(logits_of: Any, prompt_token_ids: Any, max_tokens: int, eos_token_id: int) -> list[int]:
+    token_ids = check.ex00.solution(logits_of, prompt_token_ids, max_tokens, eos_token_id)
+    return token_ids[:-1] if token_ids[-1] == eos_token_id else token_ids
+
+
+def ex00_newest_token_only(logits_of: Any, prompt_token_ids: Any, max_tokens: int, eos_token_id: int) -> list[int]:
+    return check.ex00.solution(lambda token_ids: logits_of(token_ids[-1:]), prompt_token_ids, max_tokens, eos_token_id)
+
+
+def ex00_2_one_too_many(num_prompt_tokens: int, max_tokens: int, token_budget: int) -> list[int]:
+    """The first output token gets a step of its own."""
+    return [*check.ex00_2.solution(num_prompt_tokens, max_tokens, token_budget), 1]
+
+
+def ex00_2_empty_chunk(num_prompt_tokens: int, max_tokens: int, token_budget: int) -> list[int]:
+    """Wrong where the prompt is a multiple of the budget."""
+    full, rest = divmod(num_prompt_tokens, token_budget)
+    return [token_budget] * full + [rest] + [1] * (max_tokens - 1)
+
+
+def ex00_2_no_budget(num_prompt_tokens: int, max_tokens: int, token_budget: int) -> list[int]:
+    return [num_prompt_tokens] + [1] * (max_tokens - 1)
+
+
 WRONG: dict[str, list[Callable[..., Any]]] = {
+    "ex00": [ex00_no_eos, ex00_drops_eos, ex00_newest_token_only],
+    "ex00_2": [ex00_2_one_too_many, ex00_2_empty_chunk, ex00_2_no_budget],
+    "ex01": [ex01_forgets_to_restore, ex01_clears, ex01_no_finally, ex01_swallows],
+    "ex01_2": [ex01_2_last_wins, ex01_2_one_for_all],
+    "ex02": [ex02_swapped, ex02_writes_minus_one, ex02_blocks_in_a_row],
+    "ex02_2": [ex02_2_sorted, ex02_2_whole_blocks, ex02_2_keys_twice],
     "ex03": [ex03_neighbours, ex03_place, ex03_four],
     "ex03_2": [ex03_2_stale, ex03_2_block],
 }
@@ -157,9 +266,9 @@ def test_hint_before_any_exercise(monkeypatch: pytest.MonkeyPatch) -> None:
         check.hint()
 
 
-@pytest.mark.parametrize("name", ["ex3", "excercise", "nope"])
+@pytest.mark.parametrize("name", ["ex3", "excercise", "nope", "ex03_9", "ex99"])
 def test_unknown_names(name: str) -> None:
-    with pytest.raises(AttributeError, match="exercises are exNN"):
+    with pytest.raises(AttributeError, match="has no .*: exercises are exNN"):
         getattr(check, name)
 
 
