@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from minivllm.sampling.metadata import SamplingMetadata, SamplingRow
 from minivllm.sampling.params import SamplingParams
-from minivllm.worker.block_table import Int32Array, MultiGroupBlockTable
+from minivllm.worker.block_table import Int32Array, IntArray, MultiGroupBlockTable
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -78,7 +79,9 @@ class InputBatch:
         )
         self.req_id_to_index: dict[str, int] = {}
         self._states: list[CachedRequestState | None] = []  # None: a hole, between removal and condense
-        self.sampling_rows_changed = True
+        self.sampling_rows_changed = True  # since the metadata below was made
+        self._sampling_metadata: SamplingMetadata | None = None
+        self._sampled_rows: list[int] = []
 
     @property
     def num_reqs(self) -> int:
@@ -178,6 +181,26 @@ class InputBatch:
         self.token_ids_cpu[row, end] = token_id
         self.num_tokens[row] = end + 1
         state.output_token_ids.append(token_id)
+
+    def sampling_metadata(self, rows: IntArray | None = None) -> SamplingMetadata:
+        """The sampling settings of these rows (None: all), in this order; made anew only where rows changed.
+
+        The output tokens in it are the requests' own lists, so a new token needs no new metadata.
+        """
+        chosen = list(range(self.num_reqs)) if rows is None else rows.tolist()
+        if self._sampling_metadata is None or self.sampling_rows_changed or chosen != self._sampled_rows:
+            self._sampling_metadata = SamplingMetadata.from_rows(
+                [
+                    SamplingRow(
+                        params=state.sampling_params, prompt_token_ids=state.prompt_token_ids,
+                        output_token_ids=state.output_token_ids, generator=state.generator,
+                    )
+                    for state in map(self.state, chosen)
+                ],
+                self.vocab_size, self.device,
+            )
+            self._sampled_rows, self.sampling_rows_changed = chosen, False
+        return self._sampling_metadata
 
     def check_integrity(self) -> None:
         """Raise RuntimeError naming everything that does not agree; for tests and debugging."""

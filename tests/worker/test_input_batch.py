@@ -162,6 +162,39 @@ def test_a_new_batch_follows_a_changed_max_model_len() -> None:
             batch.append_token(0, 5)
 
 
+def test_sampling_metadata_is_made_when_rows_change() -> None:
+    batch = make_batch()
+    states = {name: make_state(name, prompt_len=3 + i) for i, name in enumerate("abc")}
+    for i, state in enumerate(states.values()):
+        state.sampling_params = SamplingParams(temperature=min(0.5 + i, 2.0))
+        batch.add_request(state)
+
+    def temperatures(rows: list[int] | None = None) -> list[float]:
+        metadata = batch.sampling_metadata(None if rows is None else np.array(rows))
+        owners = [batch.state(row) for row in (range(batch.num_reqs) if rows is None else rows)]
+        assert [row.prompt_token_ids for row in metadata.rows] == [owner.prompt_token_ids for owner in owners]
+        assert all(row.output_token_ids is owner.output_token_ids for row, owner in zip(metadata.rows, owners))
+        assert all(row.generator is owner.generator for row, owner in zip(metadata.rows, owners))
+        return metadata.temperature.tolist()
+
+    assert temperatures() == [0.5, 1.5, 2.0]
+    first = batch.sampling_metadata()
+    batch.append_token(0, 9)
+    assert batch.sampling_metadata() is first
+    assert first.rows[0].output_token_ids == [9]
+    assert temperatures([2, 0]) == [2.0, 0.5]
+    assert temperatures([2, 0]) == [2.0, 0.5]
+    batch.swap_states(0, 2)
+    assert temperatures([2, 0]) == [0.5, 2.0]
+    batch.remove_request("c")
+    batch.condense()
+    assert temperatures() == [0.5, 1.5]
+    second = batch.sampling_metadata()
+    batch.add_request(states["c"])
+    assert batch.sampling_metadata() is not second
+    assert temperatures() == [0.5, 1.5, 2.0]
+
+
 def test_rows_without_a_request_are_refused() -> None:
     batch = make_batch()
     batch.add_request(make_state("a"))
