@@ -41,10 +41,13 @@ def _at_least(owner: str, minimum: int, **values: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Which model, how long, in which dtype. Mirrors vLLM's `ModelConfig`.
+    """Which model, how long, in which dtype.
 
     hf_config: the Transformers config object (text part), read once by the loader.
     max_model_len: the most tokens one sequence may hold, prompt and output together.
+
+    Mirrors: vllm/config/model.py ModelConfig.
+    Leaves out: quantization, multimodal and pooling settings, revisions, remote code.
     """
 
     model: str
@@ -62,11 +65,14 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """How KV memory is cut into blocks. Mirrors vLLM's `CacheConfig`.
+    """How KV memory is cut into blocks.
 
     block_size: tokens a block. kv_cache_memory_bytes: bytes for all layers' pages together, instead of
     gpu_memory_utilization (a fraction of the device's memory). prefix_cache_retention_interval: None caches every
     window checkpoint, 0 only the tail of a prompt, N one tail every N tokens (sliding-window and Mamba groups).
+
+    Mirrors: vllm/config/cache.py CacheConfig.
+    Leaves out: quantised caches, offloading to the CPU, choice of the hash.
     """
 
     block_size: int = 16
@@ -92,12 +98,15 @@ class CacheConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """What one step may hold. Mirrors vLLM's `SchedulerConfig`.
+    """What one step may hold.
 
     max_num_batched_tokens: the token budget of a step, prefill and decode alike. max_num_seqs: rows of the batch.
     max_num_active_seqs: at most this many admitted at once (None: max_num_seqs). watermark: the fraction of all
     blocks kept free on admission while something runs. scheduler_reserve_full_isl: admit a request only if its whole
     current sequence fits, not just its first chunk.
+
+    Mirrors: vllm/config/scheduler.py SchedulerConfig.
+    Leaves out: asynchronous scheduling, priorities of modalities, encoder budgets.
     """
 
     max_num_batched_tokens: int = 2048
@@ -125,7 +134,11 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class VllmConfig:
-    """The one object handed down to scheduler, runner, model and builders. Mirrors vLLM's `VllmConfig`."""
+    """The one object handed down to scheduler, runner, model and builders.
+
+    Mirrors: vllm/config/vllm.py VllmConfig.
+    Leaves out: parallelism, speculation, LoRA, structured outputs, compilation, KV transfer, observability.
+    """
 
     model_config: ModelConfig
     cache_config: CacheConfig = field(default_factory=CacheConfig)

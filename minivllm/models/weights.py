@@ -49,9 +49,9 @@ def load_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Non
 
 
 class SafetensorsStream:
-    """(name, tensor) of every tensor in a folder's safetensors files. vLLM has a generator for it.
+    """(name, tensor) of every tensor in a folder's safetensors files. source: the file being read, for messages.
 
-    source: the file that is being read, for messages.
+    Mirrors: none; vLLM has the generator safetensors_weights_iterator.
     """
 
     def __init__(self, folder: Path) -> None:
