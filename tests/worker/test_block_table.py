@@ -190,6 +190,16 @@ def test_buffers_stay_where_they_are() -> None:
     assert plain.get_device_tensor(1).dtype == torch.int32
 
 
+def test_a_device_has_its_own_copy() -> None:
+    """The "meta" device stands in for an accelerator: shapes and dtypes, no values."""
+    table = BlockTable(4, 3, 2, 8, "meta", kernel_block_size=2)
+    table.add_row([1, 2], 0)
+    table.commit_block_table(1)
+    table.compute_slot_mapping(1, np.array([0, 8], dtype=np.int32), np.arange(8))
+    assert (table.slot_mapping.device.type, table.get_cpu_tensor().device.type) == ("meta", "cpu")
+    assert (table.get_device_tensor(2).device.type, table.get_device_tensor(2).shape) == ("meta", (2, 4))
+
+
 def test_dummy_run_touches_no_live_row() -> None:
     """vLLM #37728, #49757: a dummy run wrote through the rows of requests that were still there."""
     table = make_table()
