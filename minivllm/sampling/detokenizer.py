@@ -1,0 +1,103 @@
+"""From token ids to text as they come, never half a character, never a stop string.
+
+Mirrors `vllm/v1/engine/detokenizer.py` (0.32.0); the decoding itself is the `tokenizers` library's DecodeStream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from minivllm.sampling.params import SamplingParams
+
+# Tokens of the prompt that the stream sees first: some tokenizers drop the space before a text's first word.
+_CONTEXT = 6
+
+
+class IncrementalDetokenizer:
+    """The text of one sample. `text` is what may be shown now.
+
+    A character of several tokens appears when its last one is there. While the sample runs, text that may yet turn
+    out to be the start of a stop string is held back.
+
+    Mirrors: vllm/v1/engine/detokenizer.py FastIncrementalDetokenizer.
+    Leaves out: tokenizers without a `tokenizers` backend, spaces_between_special_tokens=False.
+    """
+
+    def __init__(self, tokenizer: Any | None, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+        self._params = params
+        self._stops: tuple[str, ...] = tuple(params.stop or ())
+        hold = bool(self._stops) and not params.include_stop_str_in_output
+        self._held_back = max(map(len, self._stops)) - 1 if hold else 0
+        self._full = ""  # everything decoded so far
+        self._num_tokens = 0
+        self._search_from = 0  # text before this came with the first min_tokens tokens, where no stop counts
+        self._finished = False
+        self._backend: Any = None
+        if tokenizer is not None and params.detokenize:
+            self._backend = getattr(tokenizer, "backend_tokenizer", None)
+            if self._backend is None:
+                raise ValueError(
+                    f"{type(tokenizer).__name__} has no `tokenizers` backend to stream text with: use a fast"
+                    " tokenizer, or SamplingParams(detokenize=False)"
+                )
+            self._new_stream()
+            for token in prompt_token_ids[-_CONTEXT:]:
+                self._decode(token)
+
+    @property
+    def text(self) -> str:
+        """What may be shown now; all of it once the sample has ended."""
+        if self._finished or not self._held_back:
+            return self._full
+        return self._full[: max(0, len(self._full) - self._held_back)]
+
+    def update(self, new_token_ids: Sequence[int], finish_reason: str | None = None) -> str | None:
+        """Take in new tokens; returns the stop string that ended the text with them, if one did.
+
+        finish_reason: why the scheduler ended the sample with these tokens; for "stop" the last one is a stop token,
+        whose own text is not part of the answer (unless include_stop_str_in_output).
+        """
+        self._finished = finish_reason is not None
+        if self._backend is None:
+            return None
+        stop_token = finish_reason == "stop" and not self._params.include_stop_str_in_output
+        for token in new_token_ids[:-1] if stop_token else new_token_ids:
+            before = len(self._full)
+            self._full += self._decode(token)
+            self._num_tokens += 1
+            if self._num_tokens <= self._params.min_tokens:
+                self._search_from = len(self._full)
+            elif (found := self._find_stop(before)) is not None:
+                self._finished = True
+                return found
+        return None
+
+    def _find_stop(self, before: int) -> str | None:
+        """The stop string that ends first in the text since `before`; cuts the text there."""
+        hits = []
+        for stop in self._stops:
+            at = self._full.find(stop, max(self._search_from, before - len(stop) + 1))
+            if at >= 0:
+                hits.append((at + len(stop), -len(stop), stop))
+        if not hits:
+            return None
+        end, negative_length, stop = min(hits)
+        self._full = self._full[: end if self._params.include_stop_str_in_output else end + negative_length]
+        return stop
+
+    def _new_stream(self) -> None:
+        from tokenizers.decoders import DecodeStream
+
+        self._stream = DecodeStream(skip_special_tokens=self._params.skip_special_tokens)
+
+    def _decode(self, token: int) -> str:
+        """The text that `token` completes; "" while a character is unfinished."""
+        try:
+            return self._stream.step(self._backend, token) or ""
+        except Exception as error:
+            # An invalid byte sequence can leave the stream with a prefix it cannot continue: begin a new one there.
+            if "Invalid prefix" not in str(error):
+                raise
+            self._new_stream()
+            return self._stream.step(self._backend, token) or ""
