@@ -9,9 +9,11 @@ import copy
 import inspect
 import random
 import re
+import runpy
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -107,6 +109,13 @@ def exercise(
         return REGISTRY[name]
 
     return register
+
+
+def load_exercises(number: str) -> None:
+    """Run notebooks/exercises/nbNN.py, which registers its exercises; no such file registers none."""
+    path = Path(__file__).parents[2] / "notebooks" / "exercises" / f"nb{number}.py"
+    if path.exists():
+        runpy.run_path(str(path), run_name=f"exercises.nb{number}")
 
 
 def describe(given: Mapping[str, Any]) -> str:

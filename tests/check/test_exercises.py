@@ -268,7 +268,7 @@ def test_hint_before_any_exercise(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["ex3", "excercise", "nope", "ex03_9", "ex99"])
 def test_unknown_names(name: str) -> None:
-    with pytest.raises(AttributeError, match="has no .*: exercises are exNN"):
+    with pytest.raises(AttributeError, match=r"has no .*: exercises are exNN"):
         getattr(check, name)
 
 

@@ -86,7 +86,10 @@ def _nested(rng: random.Random, i: int) -> Inputs:
 
     Hint: Return from inside try, and put the former value back in finally, which also runs when body raises.
     """
-    return {"contexts": [f"context {rng.randrange(100)}" for _ in range(1 + i % 4)], "innermost_raises": i % 3 == 2}
+    return {
+        "contexts": [f"context {rng.randrange(100)}" for _ in range(1 + i % 4)],
+        "innermost_raises": i % 3 == 2,
+    }
 
 
 def _observe_error(answer: Callable[..., Any], given: Inputs) -> Any:
@@ -110,4 +113,7 @@ def _groups(rng: random.Random, i: int) -> Inputs:
     groups = [names[:cut], names[cut:]]
     if i % 4 == 3:
         groups[1].append(rng.choice(groups[0]))
-    return {"groups": groups, "metadata": [f"metadata {rng.randrange(100)}" for _ in groups]}
+    return {
+        "groups": groups,
+        "metadata": [f"metadata {rng.randrange(100)}" for _ in groups],
+    }

@@ -39,7 +39,10 @@ def owner_of_slot(
     """
     for row, (blocks, seq_len) in enumerate(zip(block_table, seq_lens)):
         for position in range(seq_len):
-            if blocks[position // block_size] * block_size + position % block_size == slot:
+            if (
+                blocks[position // block_size] * block_size + position % block_size
+                == slot
+            ):
                 return row, position
     return None
 
@@ -49,7 +52,9 @@ def _rows(rng: random.Random, i: int) -> tuple[list[list[int]], list[int], int]:
     block_size = 4 if i < 5 else rng.choice([1, 2, 3, 4, 16])
     seq_lens = [rng.randint(1, 3 * block_size) for _ in range(1 + min(i, 4))]
     ids = rng.sample(range(1, 40), 30)
-    table = [[ids.pop() for _ in range(-(-length // block_size))] for length in seq_lens]
+    table = [
+        [ids.pop() for _ in range(-(-length // block_size))] for length in seq_lens
+    ]
     return table, seq_lens, block_size
 
 
@@ -70,7 +75,12 @@ def _batch(rng: random.Random, i: int) -> Inputs:
         computed = rng.randrange(length)
         positions += range(computed, length)
         starts.append(len(positions))
-    return {"block_table": table, "query_start_loc": starts, "positions": positions, "block_size": block_size}
+    return {
+        "block_table": table,
+        "query_start_loc": starts,
+        "positions": positions,
+        "block_size": block_size,
+    }
 
 
 def _why_slot(given: Inputs, got: Any, want: Any) -> str:
@@ -94,4 +104,9 @@ def _slot(rng: random.Random, i: int) -> Inputs:
     if i % 3 == 2:  # a stale entry: the last block of a request that is gone
         table[row].append(rng.randint(41, 50))
         slot = table[row][-1] * block_size
-    return {"slot": slot, "block_table": table, "seq_lens": seq_lens, "block_size": block_size}
+    return {
+        "slot": slot,
+        "block_table": table,
+        "seq_lens": seq_lens,
+        "block_size": block_size,
+    }

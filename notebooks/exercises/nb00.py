@@ -69,7 +69,7 @@ def _greedy(rng: random.Random, i: int) -> Inputs:
 
     Hint: The next token is the index of the largest logit: logits.index(max(logits)).
 
-    Hint: Append first, then compare with eos_token_id, so that it is part of the result. Return what follows the prompt.
+    Hint: Append first, then compare with eos_token_id: it is part of the result. Return what follows the prompt.
     """
     prompt = [rng.randrange(8) for _ in range(1 + i % 5)]
     return {
@@ -82,7 +82,11 @@ def _greedy(rng: random.Random, i: int) -> Inputs:
 
 def _why_steps(given: Inputs, got: Any, want: Any) -> str:
     total = given["num_prompt_tokens"] + given["max_tokens"] - 1
-    return f"{total} tokens are computed in all: the prompt, and every output token but the last." if sum(want) else ""
+    return (
+        f"{total} tokens are computed in all: the prompt, and every output token but the last."
+        if sum(want)
+        else ""
+    )
 
 
 @exercise("ex00_2", scheduled_tokens, why=_why_steps)
@@ -95,4 +99,8 @@ def _steps(rng: random.Random, i: int) -> Inputs:
     """
     budget = rng.choice([4, 8, 16])
     prompt = budget * rng.randint(1, 3) if i % 3 == 0 else rng.randint(1, 3 * budget)
-    return {"num_prompt_tokens": prompt, "max_tokens": rng.randint(1, 6), "token_budget": budget}
+    return {
+        "num_prompt_tokens": prompt,
+        "max_tokens": rng.randint(1, 6),
+        "token_budget": budget,
+    }

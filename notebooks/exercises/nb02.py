@@ -42,14 +42,18 @@ def gather_kv(
     Returns K and V, each [num_tokens, num_kv_heads, head_size].
     """
     pages = kv_cache[block_ids]
-    return pages[:, 0].flatten(0, 1)[:num_tokens], pages[:, 1].flatten(0, 1)[:num_tokens]
+    return pages[:, 0].flatten(0, 1)[:num_tokens], pages[:, 1].flatten(0, 1)[
+        :num_tokens
+    ]
 
 
 def _pages(rng: random.Random, i: int) -> tuple[Tensor, int]:
     """A cache that holds 0, 1, 2, ..., and its block size."""
     block_size, heads = (2, 1) if i < 5 else (rng.choice([1, 3, 4]), rng.choice([1, 2]))
     shape = (rng.choice([4, 6]), 2, block_size, heads, 2)
-    return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape), block_size
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(
+        shape
+    ), block_size
 
 
 def _observe_write(answer: Callable[..., Any], given: Inputs) -> Tensor:
@@ -77,15 +81,28 @@ def _write(rng: random.Random, i: int) -> Inputs:
     Hint: Leave out the tokens with slot -1 first: live = slot_mapping >= 0, then key[live], slot_mapping[live].
     """
     cache, block_size = _pages(rng, i)
-    slots = rng.sample(range(block_size, cache.shape[0] * block_size), rng.randint(1, 3))
+    slots = rng.sample(
+        range(block_size, cache.shape[0] * block_size), rng.randint(1, 3)
+    )
     if i % 2:  # padding, at the end as a runner makes it, or among the others
         slots.insert(rng.choice([len(slots), 0]), -1)
-    key = 100.0 + torch.arange(len(slots) * cache[0, 0, 0].numel()).view(len(slots), *cache.shape[3:])
-    return {"key": key, "value": -key, "kv_cache": torch.zeros_like(cache), "slot_mapping": torch.tensor(slots)}
+    key = 100.0 + torch.arange(len(slots) * cache[0, 0, 0].numel()).view(
+        len(slots), *cache.shape[3:]
+    )
+    return {
+        "key": key,
+        "value": -key,
+        "kv_cache": torch.zeros_like(cache),
+        "slot_mapping": torch.tensor(slots),
+    }
 
 
 def _why_gather(given: Inputs, got: Any, want: Any) -> str:
-    if not (isinstance(got, tuple) and len(got) == 2 and all(isinstance(part, Tensor) for part in got)):
+    if not (
+        isinstance(got, tuple)
+        and len(got) == 2
+        and all(isinstance(part, Tensor) for part in got)
+    ):
         return "Return two tensors, keys and values."
     if any(mine.shape != wanted.shape for mine, wanted in zip(got, want)):
         return f"The shapes are {[tuple(part.shape) for part in got]}, wanted {[tuple(part.shape) for part in want]}."
