@@ -9,11 +9,7 @@ from typing import Any
 from minivllm.check.exercise import Inputs, exercise
 
 
-def run_inside(
-    holder: dict[str, Any],
-    context: Any,
-    body: Callable[[], Any],
-) -> Any:
+def run_inside(holder, context, body):
     """Run body() with holder["current"] = context, and return what it returns.
 
     Afterwards holder["current"] is what it was before, even if body raises.

@@ -13,10 +13,10 @@ from minivllm.check.exercise import Inputs, exercise
 
 
 def write_kv(
-    key: Tensor,
-    value: Tensor,
-    kv_cache: Tensor,
-    slot_mapping: Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
 ) -> None:
     """Write the keys and values of a step into the pages, in place.
 
@@ -32,10 +32,10 @@ def write_kv(
 
 
 def gather_kv(
-    kv_cache: Tensor,
+    kv_cache: torch.Tensor,
     block_ids: list[int],
     num_tokens: int,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The keys and values of a request, in the order of its text.
 
     kv_cache: [num_blocks, 2, block_size, num_kv_heads, head_size], K at 0, V at 1.

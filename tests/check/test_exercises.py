@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import random
 import re
 from collections.abc import Callable
@@ -195,6 +196,13 @@ def test_every_exercise_of_a_notebook_is_here() -> None:
 def test_the_stub_fails(exercise: Exercise) -> None:
     with pytest.raises(NotWritten, match=f"{exercise.name}: write it"):
         exercise(stub)
+
+
+def test_the_head_of_the_solution_needs_no_import_but_the_setup_cells(exercise: Exercise) -> None:
+    """Its source is what the student's stub is made of."""
+    space: dict[str, Any] = {"torch": torch}
+    exec(inspect.getsource(exercise.solution), space)
+    exercise(space[exercise.solution.__name__])
 
 
 def test_the_solution_passes(exercise: Exercise, capsys: pytest.CaptureFixture[str]) -> None:
