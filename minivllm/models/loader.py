@@ -7,6 +7,7 @@ without downloads: a model is a folder, a file, or the alias of an installed pac
 from __future__ import annotations
 
 import importlib.util
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -16,6 +17,7 @@ from torch import nn
 
 from minivllm.config import Dtype, VllmConfig
 from minivllm.layers.linear import ReplicatedLinear
+from minivllm.layers.norm import RMSNorm
 from minivllm.layers.rotary import rope_max_length
 from minivllm.models.gguf import GGUFFile, GGUFStream, gguf_config
 from minivllm.models.registry import ModelRegistry, check_forward_contract
@@ -148,6 +150,16 @@ def load_model(vllm_config: VllmConfig) -> nn.Module:
     except ValueError as error:
         raise ValueError(f"cannot load {stream.source}: {error}") from error
     for module in model.modules():
-        if isinstance(module, ReplicatedLinear):
+        if isinstance(module, ReplicatedLinear | RMSNorm):
             module.process_weights_after_loading()
     return model.requires_grad_(False).eval()
+
+
+def load_eos_token_ids(files: ModelFiles, hf_config: Any, tokenizer: Any | None) -> tuple[int, ...]:
+    """The ends of text: the tokenizer's own first, then those of the config and of generation_config.json."""
+    found: list[int | None] = [getattr(tokenizer, "eos_token_id", None)]
+    generation = files.path / "generation_config.json"
+    settings = json.loads(generation.read_text()) if files.kind == "safetensors" and generation.is_file() else {}
+    for ids in (getattr(hf_config, "eos_token_id", None), settings.get("eos_token_id")):
+        found += ids if isinstance(ids, (list, tuple)) else [ids]
+    return tuple(dict.fromkeys(token for token in found if token is not None))

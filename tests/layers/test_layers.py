@@ -29,10 +29,13 @@ def filled(module: Any, seed: int = 0) -> Any:
 
 @pytest.mark.parametrize("eps", [1e-6, 1e-1])
 @pytest.mark.parametrize("shape", [(5, 48), (5, 3, 48), (0, 48)])
-def test_rms_norm(shape: tuple[int, ...], eps: float) -> None:
+@pytest.mark.parametrize("factor", [0.0, 1e-4, 3.0, 1e4])
+def test_rms_norm(shape: tuple[int, ...], eps: float, factor: float) -> None:
     ours, theirs = filled(RMSNorm(48, eps)), LlamaRMSNorm(48, eps)
     theirs.weight.data.copy_(ours.weight)
-    x = 3 * torch.randn(shape)
+    x = factor * torch.randn(shape)
+    torch.testing.assert_close(ours(x), theirs(x), rtol=1e-5, atol=1e-6)
+    ours.process_weights_after_loading()
     torch.testing.assert_close(ours(x), theirs(x), rtol=1e-5, atol=1e-6)
 
 
@@ -44,6 +47,7 @@ def test_rms_norm_in_bfloat16_sums_in_float32() -> None:
     ours, theirs = RMSNorm(2048).bfloat16(), LlamaRMSNorm(2048).bfloat16()
     for module in (ours, theirs):
         module.weight.data.copy_(exact.weight)
+    ours.process_weights_after_loading()
     wanted = F.rms_norm(x, (2048,), ours.weight.float(), 1e-6)
     errors = [(module(x.bfloat16()).float() - wanted).abs() / wanted.abs() for module in (ours, theirs)]
     assert errors[0].max() < 2**-7
