@@ -5,7 +5,8 @@ Run `python docs/make_map.py` after a class was added or its docstring changed. 
     Mirrors: vllm/v1/core/block_pool.py BlockPool.
     Leaves out: cache events, metrics.
 
-or `Mirrors: none; <why vLLM has no such class>.` Each part may run over several lines, up to a blank line.
+or `Mirrors: none; <why vLLM has no such class>.` (`Mirrors none: <why>.` counts too). Each part may run over several
+lines, up to a blank line.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ def part(docstring: str, title: str) -> str | None:
 def read(file: str, node: ast.ClassDef) -> Entry:
     """ValueError, naming the class and the form to use, where the docstring does not say what it mirrors."""
     docstring = ast.get_docstring(node) or ""
+    docstring = docstring.replace("\nMirrors none:", "\nMirrors: none;")  # the same, said another way
     mirrors = part(docstring, "Mirrors") or ""
     known = re.fullmatch(r"(vllm/\S+\.py) (\w+(?:(?:, | and )\w+)*)(?:\. (.+)|\.)?", mirrors)
     none = re.fullmatch(r"none[;:,] (.+)", mirrors)

@@ -49,7 +49,8 @@ def parse(docstring: str) -> object:
 def test_parts_run_over_lines_and_stop_at_blank_ones() -> None:
     entry = parse("Does it.\n\nMirrors: vllm/v1/a.py\n    Thing.\nLeaves out: this,\n    and that.\n\nMore text.")
     assert entry == make_map.Entry("minivllm/x.py", "Thing", "vllm/v1/a.py Thing", "", "this, and that.")
-    assert parse("Mirrors: none; ours alone.") == make_map.Entry("minivllm/x.py", "Thing", "", "ours alone.", "")
+    for docstring in ("Mirrors: none; ours alone.", "Does it.\n\nMirrors none: ours alone."):
+        assert parse(docstring) == make_map.Entry("minivllm/x.py", "Thing", "", "ours alone.", "")
 
 
 @pytest.mark.parametrize("docstring", ["Does it.", "Mirrors: none", "Mirrors: Thing.", "Mirrors vLLM's Thing.", ""])

@@ -73,7 +73,7 @@ class TorchPagedBackend(AttentionBackend):
 class Tile:
     """Queries of a piece that share a range of its keys. mask is added to the scores of the last `width` of them.
 
-    Mirrors: none.
+    Mirrors: none; this backend is ours.
     """
 
     tokens: slice | Tensor  # of the step; [B * T]
@@ -86,7 +86,7 @@ class Tile:
 class Piece:
     """What is gathered at once: B decoding requests, or one prefilling request.
 
-    Mirrors: none.
+    Mirrors: none; this backend is ours.
     """
 
     rows: Tensor  # [B, 1] int64, rows of the block table
@@ -98,7 +98,7 @@ class BatchPlan:
     """Buckets, tiles and masks of one step, as far as they do not depend on a block table. Made when first asked for,
     once for each window: layers with several windows may share a group where hybrid memory is off.
 
-    Mirrors: none.
+    Mirrors: none; this backend is ours.
     """
 
     def __init__(self, common: CommonAttentionMetadata, key_elements: int, dtype: torch.dtype) -> None:
@@ -258,7 +258,7 @@ class TorchPagedMetadata(AttentionMetadata):
 def row_unit(strides: tuple[int, ...]) -> int:
     """Distance in elements of which every head's vector in the pages lies a multiple from the start.
 
-    Mirrors: none.
+    Mirrors: none; this backend is ours.
     """
     return gcd(*strides[:4])
 
