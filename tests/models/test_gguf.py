@@ -107,6 +107,10 @@ def test_logits_equal_transformers(arch: str, settings: dict[str, Any], tmp_path
     assert relative_error(prefill(model, vllm_config, [prompt])[0], expected) < 1e-4
 
 
+def test_a_file_without_a_tokenizer(tmp_path: Path) -> None:
+    assert load_tokenizer(resolve_model(str(write_gguf(tmp_path / "m.gguf", tiny_model("llama"))))) is None
+
+
 def test_config_from_metadata(tmp_path: Path) -> None:
     reference = tiny_model("qwen3")
     config = load_hf_config(resolve_model(str(write_gguf(tmp_path / "m.gguf", reference))))

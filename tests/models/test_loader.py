@@ -15,6 +15,7 @@ from torch import Tensor
 
 from minivllm.models import loader
 from minivllm.models.loader import (
+    load_eos_token_ids,
     load_hf_config,
     load_model,
     load_tokenizer,
@@ -197,8 +198,30 @@ def test_architecture_of_no_known_class(folder: Path) -> None:
         load(folder)
 
 
-def test_a_folder_without_a_tokenizer(saved: Path) -> None:
-    assert load_tokenizer(resolve_model(str(saved))) is None
+def test_weights_of_a_quantized_dtype(folder: Path) -> None:
+    rewrite(folder, lambda weights: weights.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}))
+    with pytest.raises(ValueError, match=r"weight 'model.norm.weight' is stored as torch.int8; it must be"):
+        load(folder)
+
+
+def test_tokenizer(folder: Path, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    files = resolve_model(str(folder))
+    assert load_tokenizer(files) is None
+    with pytest.raises(ValueError, match=r"holds no tokenizer"):
+        load_tokenizer(files, str(folder))
+    with pytest.raises(FileNotFoundError, match=r"'nowhere' is no folder"):
+        load_tokenizer(files, "nowhere")
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?").save_pretrained(tmp_path / "words")
+    assert load_tokenizer(files, str(tmp_path / "words"))("b a c").input_ids == [1, 0, 2]
+    assert load_tokenizer(files, "smollm2-135m").decode([1]) == "<|im_start|>"
+    (tmp_path / "words" / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match=r"the tokenizer in .*words cannot be read"):
+        load_tokenizer(files, str(tmp_path / "words"))
 
 
 def test_dtype(saved: Path) -> None:
@@ -226,6 +249,18 @@ def test_max_model_len() -> None:
     with pytest.raises(ValueError, match="max_model_len=257 is above the model's limit of 256 tokens"):
         resolve_max_model_len(tiny_config("llama"), 257)
     assert resolve_max_model_len(tiny_config("llama"), 100) == 100
+
+
+def test_eos_token_ids(folder: Path) -> None:
+    class Tokenizer:
+        eos_token_id = 9
+
+    files = resolve_model(str(folder))
+    config = load_hf_config(files)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 5]}')
+    assert load_eos_token_ids(files, config, Tokenizer()) == (9, 2, 5)
+    (folder / "generation_config.json").unlink()
+    assert load_eos_token_ids(files, config, None) == (2,)
 
 
 def test_batch_mates_do_not_change_logits(saved: Path) -> None:
