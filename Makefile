@@ -17,7 +17,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 demo: $(STAMP)  ## a real model answers through the whole pipeline, on the CPU
-	$(BIN)/python -m minivllm --chat "$(PROMPT)"
+	$(BIN)/python -m minivllm "$(PROMPT)"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -55,6 +55,7 @@ class ModelConfig:
     dtype: Dtype
     max_model_len: int
     tokenizer: str | None = None
+    eos_token_ids: tuple[int, ...] = ()
     seed: int = 0
 
     def __post_init__(self) -> None:

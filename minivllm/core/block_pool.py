@@ -63,8 +63,9 @@ class FreeKVCacheBlockQueue:
         for _ in range(n):
             assert block is not None
             taken.append(block)
-            block, following = block.next_free_block, block
-            following.prev_free_block = following.next_free_block = None
+            following = block.next_free_block
+            block.prev_free_block = block.next_free_block = None
+            block = following
         assert block is not None
         self._ends.next_free_block, block.prev_free_block = block, self._ends
         self.num_free_blocks -= n

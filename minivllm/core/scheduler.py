@@ -376,7 +376,7 @@ def check_stop(request: Request, max_model_len: int) -> bool:
         if token_id == request.eos_token_id and not params.ignore_eos:
             request.status = RequestStatus.FINISHED_STOPPED
             return True
-        if token_id in params.stop_token_ids:
+        if token_id in (params.stop_token_ids or ()):
             request.status, request.stop_reason = RequestStatus.FINISHED_STOPPED, token_id
             return True
     if request.num_tokens >= max_model_len or (params.max_tokens is not None and num_output >= params.max_tokens):

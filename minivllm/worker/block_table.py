@@ -76,7 +76,12 @@ def context_parallel_slots(
     block_table: IntArray,  # [num_reqs, width] int32
     query_start_loc: IntArray,  # [num_reqs + 1] int32
     positions: IntArray,  # [num_tokens] int64
-    *, block_size: int, world_size: int, rank: int, interleave: int, max_num_batched_tokens: int,
+    *,
+    block_size: int,
+    world_size: int,
+    rank: int,
+    interleave: int,
+    max_num_batched_tokens: int,
 ) -> npt.NDArray[np.int64]:  # [max_num_batched_tokens], -1 = not on this rank, or padding
     """Slots on one rank when the tokens of a sequence are dealt out to `world_size` ranks, `interleave` at a time.
 
@@ -112,8 +117,14 @@ class BlockTable:
     """
 
     def __init__(
-        self, block_size: int, max_num_reqs: int, max_num_blocks_per_req: int, max_num_batched_tokens: int,
-        device: torch.device | str, kernel_block_size: int | None = None, kernel_block_stride: int = 0,
+        self,
+        block_size: int,
+        max_num_reqs: int,
+        max_num_blocks_per_req: int,
+        max_num_batched_tokens: int,
+        device: torch.device | str,
+        kernel_block_size: int | None = None,
+        kernel_block_stride: int = 0,
     ) -> None:
         sizes = (block_size, max_num_reqs, max_num_blocks_per_req, max_num_batched_tokens)
         if min(sizes) < 1:
@@ -292,8 +303,13 @@ class MultiGroupBlockTable:
     """
 
     def __init__(
-        self, max_num_reqs: int, max_model_len: int, max_num_batched_tokens: int, device: torch.device | str,
-        block_sizes: Sequence[int], kernel_block_sizes: Sequence[int] | None = None,
+        self,
+        max_num_reqs: int,
+        max_model_len: int,
+        max_num_batched_tokens: int,
+        device: torch.device | str,
+        block_sizes: Sequence[int],
+        kernel_block_sizes: Sequence[int] | None = None,
         max_num_blocks: Sequence[int] | None = None,
     ) -> None:
         kernel_sizes = block_sizes if kernel_block_sizes is None else kernel_block_sizes

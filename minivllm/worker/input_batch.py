@@ -61,8 +61,14 @@ class InputBatch:
     """
 
     def __init__(
-        self, max_num_reqs: int, max_model_len: int, max_num_batched_tokens: int, device: torch.device | str,
-        vocab_size: int, block_sizes: Sequence[int], kernel_block_sizes: Sequence[int] | None = None,
+        self,
+        max_num_reqs: int,
+        max_model_len: int,
+        max_num_batched_tokens: int,
+        device: torch.device | str,
+        vocab_size: int,
+        block_sizes: Sequence[int],
+        kernel_block_sizes: Sequence[int] | None = None,
         max_num_blocks: Sequence[int] | None = None,
     ) -> None:
         self.max_num_reqs = max_num_reqs
@@ -192,12 +198,15 @@ class InputBatch:
             self._sampling_metadata = SamplingMetadata.from_rows(
                 [
                     SamplingRow(
-                        params=state.sampling_params, prompt_token_ids=state.prompt_token_ids,
-                        output_token_ids=state.output_token_ids, generator=state.generator,
+                        params=state.sampling_params,
+                        prompt_token_ids=state.prompt_token_ids,
+                        output_token_ids=state.output_token_ids,
+                        generator=state.generator,
                     )
                     for state in map(self.state, chosen)
                 ],
-                self.vocab_size, self.device,
+                self.vocab_size,
+                self.device,
             )
             self._sampled_rows, self.sampling_rows_changed = chosen, False
         return self._sampling_metadata
@@ -212,7 +221,9 @@ class InputBatch:
         if len({id(item) for item in lists}) != len(lists):
             found.append("two rows share one list of blocks or outputs")
         nobody = CachedRequestState(
-            req_id="no request", prompt_token_ids=[], sampling_params=SamplingParams(),
+            req_id="no request",
+            prompt_token_ids=[],
+            sampling_params=SamplingParams(),
             block_ids=tuple([] for _ in self.block_table.block_tables),
         )
         for row in range(self.max_num_reqs):
