@@ -136,6 +136,7 @@ def _brief(names: Sequence[str]) -> str:
 
 def _attributes(value: object) -> list[tuple[str, object]]:
     names = [field.name for field in fields(value)] if is_dataclass(value) else sorted(vars(value))
+    names = [name for name in names if not name.startswith("_")]
     return [(name, getattr(value, name)) for name in names]
 
 
