@@ -196,6 +196,12 @@ class BlockPool:
             block.block_hash = None
         return True
 
+    def evict_blocks(self, block_ids: Iterable[BlockId]) -> None:
+        """Let these blocks no longer be found; they keep their places, in use or in the free queue."""
+        for block_id in block_ids:
+            if self.blocks[block_id].block_hash is not None:
+                self._evict(self.blocks[block_id])
+
     def _evict(self, block: KVCacheBlock) -> None:
         key = block.block_hash
         assert key is not None
