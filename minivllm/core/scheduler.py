@@ -91,7 +91,7 @@ class Scheduler:
                 f"{self.max_model_len} must hold them and one more: shorten the prompt or raise max_model_len"
             )
         self.requests[request.request_id] = request
-        if self._outgrows_pool(request):
+        if self._blocks_needed(request, 0) > self.kv_cache_config.num_blocks - 1:
             self._fail(request)
         else:
             self.waiting.add_request(request)
@@ -197,8 +197,8 @@ class Scheduler:
                 continue
             blocks = self.kv_cache_manager.allocate_slots(request, num_new)
             while blocks is None:
-                if len(self.running) == 1 or self._outgrows_pool(request):
-                    # No preemption can help. vLLM would preempt it and try again for ever (vLLM #39734).
+                if len(self.running) == 1:
+                    # It outgrew the pool. vLLM would preempt it and try again for ever (vLLM #39734).
                     self.running.remove(request)
                     self._fail(request)
                     break
@@ -292,7 +292,14 @@ class Scheduler:
         """Free all blocks of `victim` and queue it to be computed anew; returns the place it had among the running."""
         position = self.running.index(victim)
         del self.running[position]
+        # Blocks that this step was to fill are in the prefix cache by now, but will never be written: nobody may find
+        # them. (0.32 leaves them there, and the resumed request reads what was never computed.)
+        block_ids = self.kv_cache_manager.get_block_ids(victim.request_id)
         self.kv_cache_manager.free(victim)
+        for group, ids in zip(self.kv_cache_config.kv_cache_groups, block_ids, strict=True):
+            self.kv_cache_manager.block_pool.evict_blocks(
+                ids[victim.num_computed_tokens // group.kv_cache_spec.block_size :]
+            )
         victim.status = RequestStatus.PREEMPTED
         victim.num_computed_tokens = 0
         victim.num_preemptions += 1
@@ -326,17 +333,16 @@ class Scheduler:
         return max(end - start, 0)
 
     def _blocks_needed(self, request: Request, max_in_flight_tokens: int) -> int:
-        """Blocks that all groups together hold for the sequence as it is, computing so many tokens at a time."""
+        """Blocks that all groups together hold for the sequence as it is, computing so many tokens at a time.
+
+        With 0 it is what the windows alone hold: less can never do.
+        """
         total = 0
         for group in self.kv_cache_config.kv_cache_groups:
             spec = group.kv_cache_spec
             most = spec.max_blocks_per_request(self.max_model_len, max_in_flight_tokens)
             total += min(-(-request.num_tokens // spec.block_size), most)
         return total
-
-    def _outgrows_pool(self, request: Request) -> bool:
-        """Whether the sequence as it is cannot fit even an empty pool, however small its steps."""
-        return self._blocks_needed(request, 0) > self.kv_cache_config.num_blocks - 1
 
     def _fail(self, request: Request) -> None:
         """End a request that can never fit; its error goes out with the next update."""
