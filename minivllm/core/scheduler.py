@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from minivllm.config import VllmConfig
 from minivllm.core.kv_cache_groups import resolve_kv_cache_block_sizes
-from minivllm.core.kv_cache_interface import BlockId, KVCacheConfig, MambaSpec
+from minivllm.core.kv_cache_interface import BlockId, KVCacheConfig, MambaSpec, cdiv
 from minivllm.core.kv_cache_manager import KVCacheManager
 from minivllm.core.request_queue import create_request_queue
 from minivllm.core.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
@@ -199,7 +199,6 @@ class Scheduler:
             while blocks is None:
                 if len(self.running) == 1:
                     # It outgrew the pool. vLLM would preempt it and try again for ever (vLLM #39734).
-                    self.running.remove(request)
                     self._fail(request)
                     break
                 victim = self._choose_victim()
@@ -237,7 +236,6 @@ class Scheduler:
                 if self.running:
                     break
                 # Every block is free and it does not fit: waiting would never end.
-                self.waiting.pop_request()
                 self._fail(request)
                 continue
             self.waiting.pop_request()
@@ -318,10 +316,8 @@ class Scheduler:
         if start >= prefill_end:
             return num_new
         size, end = self._align_to, start + num_new
-        longest = min(
-            self.config.max_num_batched_tokens,
-            self.config.long_prefill_token_threshold or self.config.max_num_batched_tokens,
-        )
+        budget, threshold = self.config.max_num_batched_tokens, self.config.long_prefill_token_threshold
+        longest = min(budget, threshold or budget)
         if end < prefill_end and (end // size * size > start or size <= longest):
             end = end // size * size
         stops = [request.num_tokens // size * size]
@@ -337,17 +333,18 @@ class Scheduler:
 
         With 0 it is what the windows alone hold: less can never do.
         """
-        total = 0
-        for group in self.kv_cache_config.kv_cache_groups:
-            spec = group.kv_cache_spec
-            most = spec.max_blocks_per_request(self.max_model_len, max_in_flight_tokens)
-            total += min(-(-request.num_tokens // spec.block_size), most)
-        return total
+        specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
+        return sum(
+            min(
+                cdiv(request.num_tokens, spec.block_size),
+                spec.max_blocks_per_request(self.max_model_len, max_in_flight_tokens),
+            )
+            for spec in specs
+        )
 
     def _fail(self, request: Request) -> None:
         """End a request that can never fit; its error goes out with the next update."""
-        request.status = RequestStatus.FINISHED_ERROR
-        self._free(request)
+        self.finish_requests(request.request_id, RequestStatus.FINISHED_ERROR)
         needed = self._blocks_needed(request, self.config.max_num_batched_tokens)
         error = (
             f"request {request.request_id!r} needs {needed} KV-cache blocks for its {request.num_tokens} tokens, but"

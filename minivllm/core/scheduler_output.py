@@ -56,11 +56,12 @@ class SchedulerOutput:
     """One step: who computes how many tokens, with which blocks, and who left.
 
     num_scheduled_tokens: request id -> tokens, in scheduling order. preempted_req_ids: in the order of preemption.
-    finished_req_ids: ended since the last step, by whatever cause. num_common_prefix_blocks: a KV-cache group's
-    leading blocks that all running requests share. new_block_ids_to_zero: blocks that must read as zero before use.
+    finished_req_ids: ended since the last step, by whatever cause. new_block_ids_to_zero: blocks that must
+    read as zero before use.
 
     Mirrors: vllm/v1/core/sched/output.py SchedulerOutput.
-    Leaves out: encoder inputs, speculative tokens, grammar, KV connectors, block copies.
+    Leaves out: encoder inputs, speculative tokens, grammar, KV connectors, block copies, common prefix blocks (cascade
+    attention).
     """
 
     scheduled_new_reqs: list[NewRequestData]
@@ -69,5 +70,4 @@ class SchedulerOutput:
     total_num_scheduled_tokens: int
     preempted_req_ids: list[str] = field(default_factory=list)
     finished_req_ids: set[str] = field(default_factory=set)
-    num_common_prefix_blocks: list[int] = field(default_factory=list)
     new_block_ids_to_zero: list[BlockId] = field(default_factory=list)
