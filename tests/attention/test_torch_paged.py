@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.attention.paged_case import PagedBatch, make_config, make_layer
 
-from minivllm.attention.backends import torch_paged
+from minivllm.attention.backends import torch_paged, torch_plan
 
 FEATURES = {
     "window": {"per_layer_sliding_window": 5},
@@ -29,9 +29,9 @@ PAIRS = [
 @pytest.fixture
 def small_limits(monkeypatch):
     """Many tiles and buckets in small batches."""
-    monkeypatch.setattr(torch_paged, "TILE", 4)
-    monkeypatch.setattr(torch_paged, "MAX_GATHERED_KEYS", 40)
-    monkeypatch.setattr(torch_paged, "BUCKET_COST", 60)
+    monkeypatch.setattr(torch_plan, "TILE", 4)
+    monkeypatch.setattr(torch_plan, "MAX_GATHERED_KEYS", 40)
+    monkeypatch.setattr(torch_plan, "BUCKET_COST", 60)
 
 
 def check(batch: PagedBatch, tolerance: float = 1e-5) -> None:
