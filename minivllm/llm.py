@@ -32,7 +32,7 @@ class LLM:
     tokenizer: a folder or name to read another tokenizer from. dtype: "auto" (the checkpoint's, at most 16 bits) or a
     torch dtype's name. device: "auto" is "cuda" where there is one, else "cpu". block_size: tokens a KV block.
     max_model_len: tokens of one sequence, prompt and output; None takes the model's own limit.
-    max_num_seqs: sequences in one step. max_num_batched_tokens: tokens of one step.
+    max_num_seqs: sequences in one step; None is 256, or the tokens of a step where those are fewer. max_num_batched_tokens: tokens of one step.
     gpu_memory_utilization: the fraction of the device's memory that weights, workspace and cache may take.
     kv_cache_memory_bytes: bytes for the KV cache instead. num_gpu_blocks_override: blocks instead of any measuring.
     seed: of the engine's own generator, for requests that bring no seed.
@@ -48,7 +48,7 @@ class LLM:
         device: str = "auto",
         block_size: int = 16,
         max_model_len: int | None = None,
-        max_num_seqs: int = 256,
+        max_num_seqs: int | None = None,
         max_num_batched_tokens: int = 2048,
         gpu_memory_utilization: float = 0.9,
         kv_cache_memory_bytes: int | None = None,
@@ -81,7 +81,7 @@ class LLM:
             ),
             scheduler_config=SchedulerConfig(
                 max_num_batched_tokens=max_num_batched_tokens,
-                max_num_seqs=max_num_seqs,
+                max_num_seqs=min(256, max_num_batched_tokens) if max_num_seqs is None else max_num_seqs,
                 enable_chunked_prefill=enable_chunked_prefill,
                 policy=scheduling_policy,
             ),

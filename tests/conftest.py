@@ -9,4 +9,6 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--golden-dir", default=None, help="folder of golden JSON files to run instead of tests/golden/data")
+    parser.addoption(
+        "--golden-dir", default=None, help="folder of golden JSON files to run instead of tests/golden/data"
+    )

@@ -161,11 +161,11 @@ def test_logprobs_and_prompt_logprobs(llm: LLM) -> None:
 def test_greedy_equals_transformers_on_the_real_weights(llm: LLM) -> None:
     from transformers import LlamaForCausalLM
 
-    from minivllm.models.loader import iterate_weights, resolve_model
+    from minivllm.models.loader import weight_stream, resolve_model
 
     config = llm.llm_engine.vllm_config.model_config.hf_config
     twin = LlamaForCausalLM(config).eval()
-    twin.load_state_dict(dict(iterate_weights(resolve_model("smollm2-135m"), config)), strict=False)
+    twin.load_state_dict(dict(weight_stream(resolve_model("smollm2-135m"), config)), strict=False)
     twin.tie_weights()
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     prompts = [CAPITAL, "def fibonacci(n):", "Water boils at"]

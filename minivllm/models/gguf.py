@@ -1,27 +1,22 @@
 """GGUF files: their header, the Transformers config they amount to, and their tensors under Transformers' names.
 
-The header is read here rather than with `gguf.GGUFReader`, which makes several numpy views of each of a vocabulary's
-strings and so takes seconds; dequantizing is `gguf`'s. vLLM reads GGUF with `gguf` and Transformers
+Reading and dequantizing are the `gguf` package's. vLLM reads GGUF with it and Transformers
 (`vllm/model_executor/model_loader/gguf_loader.py`) and keeps weights quantized; here they become plain tensors.
 """
 
 from __future__ import annotations
 
-import mmap
 import re
-import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
-from math import prod
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import torch
 from torch import Tensor
 
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_STRING, _ARRAY = 8, 9
 _CHUNK = 1 << 18  # elements dequantized at once: what stays in the processor's cache is several times quicker
 
 _MODEL_TYPES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -42,110 +37,55 @@ _BLOCK = {
 _ROPE_FACTORS = "rope_freqs.weight"  # llama 3's scaling: what each frequency is divided by
 
 
-@dataclass(frozen=True, kw_only=True)
-class GGUFTensor:
-    """Where one tensor lies, and how it is stored.
-
-    Mirrors: none; vLLM uses `gguf.ReaderTensor`.
-    """
-
-    shape: tuple[int, ...]  # as torch has it, slowest dimension first
-    kind: int  # a gguf.GGMLQuantizationType
-    offset: int  # bytes from the start of the file
-
-
 class GGUFFile:
-    """The metadata and the table of tensors of one file.
+    """The metadata and the tensors of one file, read with `gguf`.
 
-    Arrays of strings (the vocabulary) are kept as their length only. Raises ValueError for a damaged file.
+    metadata: values by key; of an array of strings (the vocabulary) only its length. Raises ValueError for a damaged
+    file.
 
-    Mirrors: none; vLLM uses `gguf.GGUFReader`.
+    Mirrors: none; vLLM uses `gguf.GGUFReader` itself.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.metadata: dict[str, Any] = {}
-        self.tensors: dict[str, GGUFTensor] = {}
-        if path.stat().st_size < 24:
-            raise ValueError(f"{path} holds {path.stat().st_size} bytes, too few for a GGUF file: fetch it again")
         with path.open("rb") as file:
-            self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        if self._bytes[:4] != b"GGUF":
-            raise ValueError(f"{path} is not a GGUF file: it starts with {self._bytes[:4]!r}")
-        self._pos = 4
-        try:
-            self._read_header()
-        except (struct.error, UnicodeDecodeError, KeyError, OverflowError) as error:
-            raise ValueError(f"{path}: the header is cut off or damaged at byte {self._pos}: fetch it again") from error
-
-    def _read_header(self) -> None:
-        version, num_tensors, num_fields = self._take("IQQ")
-        if version not in (2, 3):
-            raise ValueError(f"{self.path} is GGUF version {version}; versions 2 and 3 can be read")
-        for _ in range(num_fields):
-            key = self._string()
-            self.metadata[key] = self._value(*self._take("I"))
-        table = []
-        for _ in range(num_tensors):
-            name = self._string()
-            dims = self._take(f"{self._take('I')[0]}Q")
-            table.append((name, dims[::-1], *self._take("IQ")))
-        alignment = self.metadata.get("general.alignment", 32)
-        start = -(-self._pos // alignment) * alignment
-        self.tensors = {n: GGUFTensor(shape=shape, kind=kind, offset=start + at) for n, shape, kind, at in table}
-
-    def _take(self, layout: str) -> tuple[Any, ...]:
-        values = struct.unpack_from(f"<{layout}", self._bytes, self._pos)
-        self._pos += struct.calcsize(f"<{layout}")
-        return values
-
-    def _string(self) -> str:
-        (length,) = self._take("Q")
-        return str(self._take(f"{length}s")[0], "utf-8")
-
-    def _value(self, kind: int) -> Any:
-        if kind == _STRING:
-            return self._string()
-        if kind != _ARRAY:
-            return self._take(_SCALARS[kind])[0]
-        item, count = self._take("IQ")
-        if item in _SCALARS:
-            return list(self._take(f"{count}{_SCALARS[item]}"))
-        unpack, data, pos = struct.Struct("<Q").unpack_from, self._bytes, self._pos
-        for _ in range(count):
-            pos += 8 + unpack(data, pos)[0]
-        self._pos = pos
-        return count
+            magic = file.read(4)
+        if magic != b"GGUF":
+            raise ValueError(f"{path} is not a GGUF file: it starts with {magic!r}")
+        stamp = path.stat()
+        reader = _reader(path, stamp.st_mtime_ns, stamp.st_size)
+        self.tensors: dict[str, gguf.ReaderTensor] = {tensor.name: tensor for tensor in reader.tensors}
+        self.metadata: dict[str, Any] = {
+            key: len(field.data) if gguf.GGUFValueType.STRING in field.types[1:] else field.contents()
+            for key, field in reader.fields.items()
+        }
 
     def read(self, name: str) -> Tensor:
         """One tensor in float32, dequantized."""
-        import gguf
-
         tensor = self.tensors[name]
-        try:
-            kind = gguf.GGMLQuantizationType(tensor.kind)
-            block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-        except (ValueError, KeyError) as error:
-            raise ValueError(f"tensor {name!r} has the unknown quantization type {tensor.kind}") from error
-        width = tensor.shape[-1]
-        rows, row_bytes = prod(tensor.shape[:-1]), width // block * block_bytes
-        have = len(self._bytes) - tensor.offset
-        if have < rows * row_bytes:
-            raise ValueError(
-                f"tensor {name!r} needs {rows * row_bytes} bytes at {tensor.offset}, but {self.path} ends"
-                f" {max(have, 0)} bytes after that: it is cut off, fetch it again"
-            )
-        data = np.frombuffer(self._bytes, np.uint8, rows * row_bytes, tensor.offset).reshape(rows, row_bytes)
-        if kind == gguf.GGMLQuantizationType.F32:
-            return torch.from_numpy(data.view(np.float32).reshape(tensor.shape).copy())
-        out = np.empty((rows, width), np.float32)
+        shape = tuple(int(size) for size in reversed(tensor.shape))  # as torch has it, slowest dimension first
+        width = shape[-1]
+        data = tensor.data.reshape(-1, tensor.data.shape[-1])
+        out = np.empty((len(data), width), np.float32)
         step = max(1, _CHUNK // width)
         try:
-            for row in range(0, rows, step):
-                out[row : row + step] = gguf.dequantize(data[row : row + step], kind).reshape(-1, width)
+            for row in range(0, len(data), step):
+                out[row : row + step] = gguf.dequantize(data[row : row + step], tensor.tensor_type).reshape(-1, width)
         except NotImplementedError as error:
-            raise ValueError(f"tensor {name!r} is stored as {kind.name}, which gguf cannot dequantize") from error
-        return torch.from_numpy(out.reshape(tensor.shape))
+            kind = tensor.tensor_type.name
+            raise ValueError(f"tensor {name!r} is stored as {kind}, which gguf cannot dequantize") from error
+        return torch.from_numpy(out.reshape(shape))
+
+
+@lru_cache(maxsize=1)  # config, tokenizer check and weights read the same header, which takes a second
+def _reader(path: Path, mtime_ns: int, size: int) -> gguf.GGUFReader:
+    try:
+        return gguf.GGUFReader(path)
+    except Exception as error:  # whatever it stumbles over: it checks little of what it reads
+        raise ValueError(
+            f"{path} ({size} bytes) cannot be read as GGUF ({type(error).__name__}: {error}): it is cut off or damaged,"
+            " fetch it again"
+        ) from error
 
 
 def gguf_config(file: GGUFFile) -> Any:

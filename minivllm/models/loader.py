@@ -139,13 +139,18 @@ def resolve_max_model_len(hf_config: Any, max_model_len: int | None = None) -> i
     return max_model_len
 
 
+def weight_stream(files: ModelFiles, hf_config: Any) -> SafetensorsStream | GGUFStream:
+    """(Transformers name, tensor) of every weight of a model, read as it is iterated."""
+    return SafetensorsStream(files.path) if files.kind == "safetensors" else GGUFStream(files.path, hf_config)
+
+
 def load_model(vllm_config: VllmConfig) -> nn.Module:
     """Build the configured model and fill it from its files, in the configured dtype and on the configured device."""
     model_config = vllm_config.model_config
     files = resolve_model(model_config.model)
     hf_config = model_config.hf_config
     model_cls = ModelRegistry.resolve_model_cls(hf_config.architectures)
-    stream = SafetensorsStream(files.path) if files.kind == "safetensors" else GGUFStream(files.path, hf_config)
+    stream = weight_stream(files, hf_config)
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, model_config.dtype))
     try:

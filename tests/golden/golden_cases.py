@@ -21,7 +21,9 @@ def cases(name: str) -> list[Any]:
     """Every case of `name`.json as pytest params; a file that the folder lacks gives one skipped param."""
     path = _folder / f"{name}.json"
     if not path.exists():
-        return [pytest.param(None, id=f"{name}-absent", marks=pytest.mark.skip(reason=f"{path.name} is not in {_folder}"))]
+        return [
+            pytest.param(None, id=f"{name}-absent", marks=pytest.mark.skip(reason=f"{path.name} is not in {_folder}"))
+        ]
     found = json.loads(path.read_text())["cases"]
     labels = [case.get("name") or case.get("kind") or case.get("family") or case.get("fn") or "case" for case in found]
     return [pytest.param(case, id=f"{case['id']}-{label}") for case, label in zip(found, labels, strict=True)]

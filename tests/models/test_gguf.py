@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import time
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +155,7 @@ def test_missing_and_unknown_tensors(tmp_path: Path) -> None:
 def test_truncated_anywhere(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", tiny_model("llama"))
     data = path.read_bytes()
-    header = GGUFFile(path).tensors["token_embd.weight"].offset
+    header = GGUFFile(path).tensors["token_embd.weight"].data_offset
     for keep in [0, 3, 10, 24, 25, 60, 200, header // 2, header - 200, header + 10, len(data) // 2, len(data) - 40]:
         path.write_bytes(data[:keep])
         with pytest.raises(ValueError, match=r"m\.gguf") as error:
@@ -186,7 +185,7 @@ def test_no_gguf_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"m.gguf is not a GGUF file: it starts with b'PK"):
         load_hf_config(resolve_model(str(path)))
     path.write_bytes(b"GGUF" + struct.pack("<IQQ", 1, 0, 0))
-    with pytest.raises(ValueError, match="GGUF version 1; versions 2 and 3"):
+    with pytest.raises(ValueError, match=r"m\.gguf .* version 1 which we cannot handle"):
         load_hf_config(resolve_model(str(path)))
 
 
@@ -207,12 +206,15 @@ def test_unknown_quantization(tmp_path: Path) -> None:
     file, name = GGUFFile(path), b"blk.0.ffn_gate.weight"
     data = bytearray(path.read_bytes())
     at = data.index(name) + len(name) + 4 + 16  # past the count of dimensions and two of them
-    for kind, message in ((200, "unknown quantization type 200"), (24, "stored as I8, which gguf cannot dequantize")):
+    for kind, message in (
+        (200, r"200\) is not a valid GGMLQuantizationType"),
+        (24, r"tensor 'blk\.0\.ffn_gate\.weight' is stored as I8, which gguf cannot dequantize"),
+    ):
         data[at : at + 4] = struct.pack("<I", kind)
         path.write_bytes(data)
-        with pytest.raises(ValueError, match=rf"m.gguf: tensor 'blk.0.ffn_gate.weight' .*{message}"):
+        with pytest.raises(ValueError, match=rf"m\.gguf.*{message}"):
             load(path)
-    assert file.tensors[name.decode()].kind == 0
+    assert file.tensors[name.decode()].tensor_type == 0
 
 
 @pytest.fixture(scope="module")
@@ -223,19 +225,17 @@ def smollm2() -> Any:
     files = resolve_model("smollm2-135m")
     hf_config = load_hf_config(files)
     vllm_config = tiny_vllm_config("smollm2-135m", hf_config, block_size=16, max_model_len=512)
-    started = time.perf_counter()
     model = load_model(vllm_config)
-    seconds = time.perf_counter() - started
     with torch.device("meta"):
         reference = LlamaForCausalLM(hf_config).eval()
     weights = dict(GGUFStream(files.path, hf_config))
     reference.load_state_dict(weights | {"lm_head.weight": weights["model.embed_tokens.weight"]}, assign=True)
     reference.model.rotary_emb = type(reference.model.rotary_emb)(hf_config)
-    return model, vllm_config, reference, load_tokenizer(files), seconds
+    return model, vllm_config, reference, load_tokenizer(files)
 
 
 def test_smollm2_is_what_it_is(smollm2: Any) -> None:
-    model, vllm_config, _, tokenizer, seconds = smollm2
+    model, vllm_config, _, tokenizer = smollm2
     config = vllm_config.model_config.hf_config
     assert (config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads) == (30, 9, 3)
     assert (config.hidden_size, config.head_dim, config.vocab_size) == (576, 64, 49152)
@@ -246,11 +246,10 @@ def test_smollm2_is_what_it_is(smollm2: Any) -> None:
     assert (tokenizer.eos_token_id, config.eos_token_id) == (2, 2)
     assert tokenizer.decode(tokenizer("Grüße, 世界! 🙂").input_ids) == "Grüße, 世界! 🙂"
     assert tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False).endswith("Hi<|im_end|>\n")
-    assert seconds < 60  # a bound on absurdity only; what it takes is printed by the benchmarks
 
 
 def test_smollm2_logits_equal_transformers(smollm2: Any) -> None:
-    model, vllm_config, reference, tokenizer, _ = smollm2
+    model, vllm_config, reference, tokenizer = smollm2
     texts = [
         "The capital of France is",
         "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
