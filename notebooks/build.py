@@ -3,6 +3,7 @@
     python notebooks/build.py              # all of them, outputs included
     python notebooks/build.py 03 --out DIR # one, elsewhere
     python notebooks/build.py --twice      # run every cell twice: the second outputs must equal the first
+    python notebooks/build.py --text       # run nothing: renew text and links only, keep the outputs
 
 A source is a Python file in percent format. Its cell markers:
 
@@ -158,6 +159,7 @@ def run(notebook: NotebookNode, twice: bool = False) -> dict[str, Any]:
     """
     report: dict[str, Any] = {
         "seconds": [],
+        "cpu_seconds": [],
         "changed_on_second_run": [],
         "peak_rss_bytes": 0,
     }
@@ -180,12 +182,14 @@ def run(notebook: NotebookNode, twice: bool = False) -> dict[str, Any]:
             resources={"metadata": {"path": folder}},
         )
         with client.setup_kernel(env=env):
+            pid = getattr(client.km.provisioner, "pid", None)
             for index, cell in enumerate(notebook.cells):
                 if cell.cell_type != "code":
                     continue
-                start = time.perf_counter()
+                start, cpu = time.perf_counter(), cpu_seconds(pid)
                 client.execute_cell(cell, index)
                 report["seconds"].append(round(time.perf_counter() - start, 3))
+                report["cpu_seconds"].append(round(cpu_seconds(pid) - cpu, 3))
                 tidy(cell)
                 if twice:
                     again = copy.deepcopy(cell)
@@ -196,9 +200,7 @@ def run(notebook: NotebookNode, twice: bool = False) -> dict[str, Any]:
                         report["changed_on_second_run"].append(
                             f"cell {index}: {cell.source.splitlines()[0]}"
                         )
-            report["peak_rss_bytes"] = peak_memory(
-                getattr(client.km.provisioner, "pid", None)
-            )
+            report["peak_rss_bytes"] = peak_memory(pid)
     count = 0
     for cell in notebook.cells:
         if cell.cell_type == "code":
@@ -231,16 +233,45 @@ def peak_memory(pid: int | None) -> int:
     return int(found[1]) * 1024 if found else 0
 
 
+def cpu_seconds(pid: int | None) -> float:
+    """Processor time that the kernel has used; 0 where the system does not say."""
+    stat = Path(f"/proc/{pid}/stat")
+    if not stat.exists():
+        return 0.0
+    fields = stat.read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def build(source: Path, out: Path, twice: bool = False) -> dict[str, Any]:
     """Write `out`/NAME.ipynb from one source."""
     notebook = parse(source)
     report = run(notebook, twice)
+    write(notebook, out / f"{source.stem}.ipynb")
+    return report
+
+
+def renew_text(source: Path, out: Path) -> None:
+    """Put the markdown of a source, its links resolved anew, into the notebook that is there."""
+    path, notebook = out / f"{source.stem}.ipynb", parse(source)
+    old = nbformat.read(path, as_version=4)
+    new_code, old_code = (
+        [cell for cell in nb.cells if cell.cell_type == "code"]
+        for nb in (notebook, old)
+    )
+    if [cell.source for cell in new_code] != [cell.source for cell in old_code]:
+        sys.exit(
+            f"{source.name} has other code than {path.name}: run it, without --text"
+        )
+    for new, done in zip(new_code, old_code):
+        new.outputs, new.execution_count = done.outputs, done.execution_count
+    write(notebook, path)
+
+
+def write(notebook: NotebookNode, path: Path) -> None:
+    """The one form in which notebooks are stored."""
     nbformat.validate(notebook)
     text = nbformat.writes(notebook, indent=1, sort_keys=True, ensure_ascii=False)
-    (out / f"{source.stem}.ipynb").write_text(
-        text.rstrip("\n") + "\n", encoding="utf-8"
-    )
-    return report
+    path.write_text(text.rstrip("\n") + "\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -263,6 +294,9 @@ def main() -> None:
         type=Path,
         help="a JSON file for seconds a cell and peak memory a notebook",
     )
+    parser.add_argument(
+        "--text", action="store_true", help="renew text and links, run nothing"
+    )
     args = parser.parse_args()
     sources = [
         path
@@ -272,6 +306,10 @@ def main() -> None:
     if not sources:
         parser.error(f"no source in {SOURCES} has a number of {args.numbers}")
     args.out.mkdir(parents=True, exist_ok=True)
+    if args.text:
+        for path in sources:
+            renew_text(path, args.out)
+        return
     with ThreadPoolExecutor(args.jobs) as pool:
         reports = list(
             pool.map(lambda path: build(path, args.out, args.twice), sources)

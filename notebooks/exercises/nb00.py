@@ -8,7 +8,7 @@ from typing import Any
 from minivllm.check.exercise import Inputs, exercise
 
 
-def greedy(
+def greedy_decode(
     logits_of,
     prompt_token_ids: list[int],
     max_tokens: int,
@@ -60,7 +60,7 @@ class _Model:
         return [rng.random() for _ in range(8)]
 
 
-@exercise("ex00", greedy)
+@exercise("ex00", greedy_decode)
 def _greedy(rng: random.Random, i: int) -> Inputs:
     """A random model of 8 tokens.
 
