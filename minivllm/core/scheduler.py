@@ -187,12 +187,8 @@ class Scheduler:
         while index < len(self.running) and step.token_budget > 0:
             request = self.running[index]
             computed = request.num_computed_tokens
-            num_new = min(
-                request.num_tokens - computed, step.chunk_limit, step.token_budget, self.max_model_len - 1 - computed
-            )
-            if self._align_to:
-                num_new = self._end_on_block_border(request, computed, num_new)
-            if num_new <= 0:
+            num_new = min(request.num_tokens - computed, step.chunk_limit, step.token_budget)
+            if self._align_to and not (num_new := self._end_on_block_border(request, computed, num_new)):
                 index += 1
                 continue
             blocks = self.kv_cache_manager.allocate_slots(request, num_new)
@@ -220,10 +216,8 @@ class Scheduler:
             if num_new > step.token_budget and not self.config.enable_chunked_prefill:
                 break
             num_new = min(num_new, step.token_budget)
-            if self._align_to:
-                num_new = self._end_on_block_border(request, num_hit, num_new)
-                if num_new == 0:
-                    break
+            if self._align_to and not (num_new := self._end_on_block_border(request, num_hit, num_new)):
+                break
             blocks = self.kv_cache_manager.allocate_slots(
                 request,
                 num_new,

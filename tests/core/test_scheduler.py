@@ -188,6 +188,22 @@ def test_a_victim_already_scheduled_gives_its_tokens_back() -> None:
     runner.run()
 
 
+def test_the_tokens_given_back_go_to_the_next() -> None:
+    runner = priority_scheduler(
+        12, {"z": 5}, length=40, max_num_batched_tokens=11, long_prefill_token_threshold=8,
+        scheduler_reserve_full_isl=False,
+    )  # fmt: skip
+    assert counts(runner.step()) == {"z": 11}
+    for name, length in (("a", 3), ("c", 20)):
+        request = make_request(runner.scheduler, name, length, max_tokens=3, arrival_time=float(length))
+        runner.scheduler.add_request(request)
+    assert counts(runner.step()) == {"z": 8, "a": 3}
+    assert counts(runner.step()) == {"z": 8, "a": 1, "c": 2}
+    output = runner.step()  # z was given 8 of 11; with them back, c gets as many as the threshold lets it
+    assert (output.preempted_req_ids, counts(output)) == (["z"], {"a": 1, "c": 8})
+    runner.run()
+
+
 def test_a_victim_leaves_nothing_uncomputed_in_the_cache() -> None:
     """Blocks are cached when slots are given; a victim of the same step never gets to write them.
 
