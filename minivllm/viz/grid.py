@@ -64,7 +64,7 @@ class Cell:
     kind: str = "plain"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Grid:
     """A titled table: one label a column and a row, and lines of notes below.
 
@@ -88,11 +88,6 @@ class Grid:
             max([len(head), *(len(cells[i].text) for _, cells in self.rows)]) for i, head in enumerate(self.columns)
         ]
         return [labels, *columns]
-
-    def words(self) -> list[str]:
-        """Every text of the picture, in reading order; empty ones are left out."""
-        body = [text for label, cells in self.rows for text in (label, *(cell.text for cell in cells))]
-        return [text for text in (self.title, *self.columns, *body, *self.notes) if text]
 
 
 def ascii_grid(grid: Grid) -> str:
@@ -153,7 +148,7 @@ def mark_changes(before: Grid, after: Grid) -> Grid:
 
     def marked(label: str, place: int, cell: Cell) -> Cell:
         old = known.get(label, ())
-        same = place < len(old) and old[place] == cell
+        same = place < len(old) and old[place].text == cell.text
         return cell if same or not cell.text else replace(cell, text=f"{cell.text}{CHANGED}")
 
     rows = tuple((label, tuple(marked(label, i, cell) for i, cell in enumerate(cells))) for label, cells in after.rows)

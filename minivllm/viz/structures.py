@@ -74,11 +74,9 @@ class BlockTableView(Structure):
             live = [Cell(str(block), owner(row)) if block else Cell("0 null", "null") for block in ids]
             return (*live, *[NOTHING] * (width - len(ids)))
 
-        return Grid(
-            title=f"block table, block_size {size}: the block id of each {size} positions",
-            columns=tuple(f"{i * size}-{i * size + size - 1}" for i in range(width)),
-            rows=tuple((f"row {i}: {req_id}", cells(i, ids)) for i, (req_id, ids) in enumerate(self.rows)),
-        )
+        columns = tuple(f"{i * size}-{i * size + size - 1}" for i in range(width))
+        rows = tuple((f"row {i}: {req_id}", cells(i, ids)) for i, (req_id, ids) in enumerate(self.rows))
+        return Grid(f"block table, block_size {size}: the block id of each {size} positions", columns, rows)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -120,16 +118,14 @@ class SlotMappingView(Structure):
             )
 
         slots = [slot for _, _, slot in self.tokens]
-        return Grid(
-            title=f"slot mapping, block_size {size}: slot = block * {size} + offset",
-            columns=tuple(name or "pad" for name, _, _ in self.tokens),
-            rows=(
-                ("position", row([position for _, position, _ in self.tokens])),
-                ("block", row([slot // size for slot in slots])),
-                ("offset", row([slot % size for slot in slots])),
-                ("slot", row(slots, "-1")),
-            ),
+        rows = (
+            ("position", row([position for _, position, _ in self.tokens])),
+            ("block", row([slot // size for slot in slots])),
+            ("offset", row([slot % size for slot in slots])),
+            ("slot", row(slots, "-1")),
         )
+        columns = tuple(name or "pad" for name, _, _ in self.tokens)
+        return Grid(f"slot mapping, block_size {size}: slot = block * {size} + offset", columns, rows)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -168,14 +164,12 @@ class CacheView(Structure):
             return Cell(f"{names} {owners[0][1]}", owner(order[owners[0][0]]))
 
         size = self.block_size
-        return Grid(
-            title=f"KV cache of one layer: {self.num_blocks} blocks of {size} slots; a cell is request and position",
-            columns=tuple(f"+{offset}" for offset in range(size)),
-            rows=tuple(
-                (f"block {block}: slot {block * size}", tuple(cell(block * size + offset) for offset in range(size)))
-                for block in range(self.num_blocks)
-            ),
+        title = f"KV cache of one layer: {self.num_blocks} blocks of {size} slots; a cell is request and position"
+        starts = range(0, self.num_blocks * size, size)
+        rows = tuple(
+            (f"block {slot // size}: slot {slot}", tuple(map(cell, range(slot, slot + size)))) for slot in starts
         )
+        return Grid(title, tuple(f"+{offset}" for offset in range(size)), rows)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -220,18 +214,11 @@ class KVPoolView(Structure):
         def row(values: Iterable[object]) -> tuple[Cell, ...]:
             return tuple(Cell(str(value), kind) for value, (_, kind) in zip(values, states, strict=True))
 
+        named = {"state": [name for name, _ in states], "ref_cnt": self.ref_counts, "hash": self.hashes}
+        rows = tuple((label, row(values)) for label, values in {**named, "free place": queue}.items())
         order = " -> ".join(map(str, self.free_queue)) or "empty"
-        return Grid(
-            title=f"KV pool: {len(states)} blocks, {len(self.free_queue)} free",
-            columns=tuple(str(block) for block in range(len(states))),
-            rows=(
-                ("state", row(name for name, _ in states)),
-                ("ref_cnt", row(self.ref_counts)),
-                ("hash", row(self.hashes)),
-                ("free place", row(queue)),
-            ),
-            notes=(f"free queue: {order}",),
-        )
+        title = f"KV pool: {len(states)} blocks, {len(self.free_queue)} free"
+        return Grid(title, tuple(map(str, range(len(states)))), rows, (f"free queue: {order}",))
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -269,15 +256,12 @@ class GroupLayoutView(Structure):
             name = at.get((start, group))
             return NOTHING if name is None else Cell(name, owner(group))
 
-        return Grid(
-            title=f"KV-cache groups over one allocation of {self.num_blocks} blocks a layer",
-            columns=tuple(f"group {i}" for i in range(len(self.groups))),
-            rows=tuple(
-                (f"byte {start}", tuple(cell(start, group) for group in range(len(self.groups))))
-                for start in dict.fromkeys(start for start, _, _ in self.layers)
-            ),
-            notes=tuple(f"group {i}: {kind}" for i, kind in enumerate(self.groups)),
-        )
+        columns = range(len(self.groups))
+        starts = dict.fromkeys(start for start, _, _ in self.layers)
+        rows = tuple((f"byte {start}", tuple(cell(start, group) for group in columns)) for start in starts)
+        notes = tuple(f"group {i}: {kind}" for i, kind in enumerate(self.groups))
+        title = f"KV-cache groups over one allocation of {self.num_blocks} blocks a layer"
+        return Grid(title, tuple(f"group {i}" for i in columns), rows, notes)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -317,11 +301,9 @@ class TimelineView(Structure):
                 cells[name, i] = Cell(f"{kind[0].upper()} {count}" if count else "preempted", kind)
         totals = tuple(Cell(str(sum(count for _, _, count in step))) for step in self.steps)
         rows = [(name, tuple(cells.get((name, i), NOTHING) for i in range(len(self.steps)))) for name in names]
-        return Grid(
-            title="scheduler: tokens of each request in each step (P prefill, D decode)",
-            columns=tuple(f"step {i}" for i in range(len(self.steps))),
-            rows=(*rows, ("tokens", totals)),
-        )
+        columns = tuple(f"step {i}" for i in range(len(self.steps)))
+        title = "scheduler: tokens of each request in each step (P prefill, D decode)"
+        return Grid(title, columns, (*rows, ("tokens", totals)))
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -351,9 +333,7 @@ class AttentionMetadataView(Structure):
             texts = (f"{start}:{end}", end - start, length - end + start, length, ",".join(map(str, blocks)))
             return tuple(Cell(str(text), owner(index)) for text in texts)
 
-        return Grid(
-            title=f"attention metadata: {len(self.requests)} requests, {self.requests[-1][2]} tokens",
-            columns=("rows of query", "query_len", "computed before", "seq_len", "blocks"),
-            rows=tuple((request[0], row(i)) for i, request in enumerate(self.requests)),
-            notes=(f"max_query_len {self.max_query_len}, max_seq_len {self.max_seq_len}",),
-        )
+        title = f"attention metadata: {len(self.requests)} requests, {self.requests[-1][2]} tokens"
+        columns = ("rows of query", "query_len", "computed before", "seq_len", "blocks")
+        rows = tuple((request[0], row(i)) for i, request in enumerate(self.requests))
+        return Grid(title, columns, rows, (f"max_query_len {self.max_query_len}, max_seq_len {self.max_seq_len}",))

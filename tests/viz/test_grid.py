@@ -182,7 +182,7 @@ def test_text_is_escaped() -> None:
 
 
 def test_columns_are_aligned() -> None:
-    lines = ascii_grid(Grid(title="t", columns=("a", "long"), rows=(("r", (Cell("100"), Cell("2"))),))).splitlines()
+    lines = ascii_grid(Grid("t", ("a", "long"), (("r", (Cell("100"), Cell("2"))),))).splitlines()
     assert lines == ["t", "     a  long", "r  100     2"]
 
 
