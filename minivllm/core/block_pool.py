@@ -5,7 +5,7 @@ until it is handed out again; so blocks without a hash wait at the front of the 
 tail of a sequence before its head, because a prefix is worth more than what follows it.
 
 Mirrors vllm/v1/core/block_pool.py and FreeKVCacheBlockQueue of kv_cache_utils.py (0.32.0). Left out: KV events,
-metrics. No torch: blocks are numbers here.
+metrics, partly filled blocks in the prefix cache. No torch: blocks are numbers here.
 """
 
 from __future__ import annotations
@@ -80,33 +80,39 @@ class FreeKVCacheBlockQueue:
         block.prev_free_block = block.next_free_block = None
         self.num_free_blocks -= 1
 
-    def append_n(self, blocks: Iterable[KVCacheBlock]) -> None:
+    def append_n(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Put blocks at the end, in their order."""
         last = self._ends.prev_free_block
         assert last is not None
         self._insert_after(last, blocks)
 
-    def prepend_n(self, blocks: Iterable[KVCacheBlock]) -> None:
+    def prepend_n(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Put blocks at the front: the first of them is handed out next."""
         self._insert_after(self._ends, blocks)
 
-    def _insert_after(self, before: KVCacheBlock, blocks: Iterable[KVCacheBlock]) -> None:
+    def _insert_after(self, before: KVCacheBlock, blocks: Sequence[KVCacheBlock]) -> None:
         after = before.next_free_block
         assert after is not None
         for block in blocks:
-            before.next_free_block, block.prev_free_block = block, before
+            before.next_free_block = block
+            block.prev_free_block = before
             before = block
-            self.num_free_blocks += 1
         before.next_free_block, after.prev_free_block = after, before
+        self.num_free_blocks += len(blocks)
 
     def get_all_free_blocks(self) -> list[KVCacheBlock]:
-        """All free blocks in order."""
+        """All free blocks in order. RuntimeError where the links are broken, so it never walks for ever."""
         found: list[KVCacheBlock] = []
-        block = self._ends.next_free_block
+        before, block = self._ends, self._ends.next_free_block
         while block is not self._ends:
-            assert block is not None
+            if block is None or block.prev_free_block is not before or len(found) == self.num_free_blocks:
+                raise RuntimeError(
+                    f"the free queue of {self.num_free_blocks} blocks is broken: {before} links to {block}"
+                )
             found.append(block)
-            block = block.next_free_block
+            before, block = block, block.next_free_block
+        if before is not self._ends.prev_free_block or len(found) != self.num_free_blocks:
+            raise RuntimeError(f"the free queue counts {self.num_free_blocks} blocks and holds {len(found)}")
         return found
 
 
@@ -117,6 +123,7 @@ class BlockPool:
     for anybody. Several blocks may hold one hash; a lookup gives the oldest.
 
     Mirrors: vllm/v1/core/block_pool.py BlockPool.
+    Leaves out: KV events, metrics, partial blocks.
     """
 
     def __init__(self, num_gpu_blocks: int, enable_caching: bool, hash_block_size: int) -> None:
@@ -129,7 +136,7 @@ class BlockPool:
         self.null_block = self.blocks[0]
         self.null_block.is_null = True
         self.free_block_queue = FreeKVCacheBlockQueue(self.blocks[1:])
-        self._cached: dict[CacheKey, dict[BlockId, KVCacheBlock]] = {}
+        self._cached: dict[CacheKey, list[KVCacheBlock]] = {}  # oldest first, never empty
 
     def get_num_free_blocks(self) -> int:
         """Blocks that can be handed out, cached ones included."""
@@ -144,9 +151,9 @@ class BlockPool:
         found: list[KVCacheBlock] = []
         for group_id in group_ids:
             holders = self._cached.get((block_hash, group_id))
-            if not holders:
+            if holders is None:
                 return None
-            found.append(next(iter(holders.values())))
+            found.append(holders[0])
         return found
 
     def cache_block(self, block: KVCacheBlock, block_hash: BlockHash, group_id: int) -> None:
@@ -154,7 +161,7 @@ class BlockPool:
         if block.is_null or block.block_hash is not None:
             raise RuntimeError(f"{block} cannot be given a hash: it is the null block or has one")
         block.block_hash = key = (block_hash, group_id)
-        self._cached.setdefault(key, {})[block.block_id] = block
+        self._cached.setdefault(key, []).append(block)
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
         """Hand out blocks; what they held can no longer be found."""
@@ -168,7 +175,9 @@ class BlockPool:
     def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
         """One more request refers to these blocks."""
         for block in blocks:
-            if block.ref_cnt == 0 and not block.is_null:
+            if block.is_null:
+                continue
+            if block.ref_cnt == 0:
                 self.free_block_queue.remove(block)
             block.ref_cnt += 1
 
@@ -177,13 +186,13 @@ class BlockPool:
         uncached: list[KVCacheBlock] = []
         cached: list[KVCacheBlock] = []
         for block in ordered_blocks:
-            if block.is_null:
-                continue
-            if block.ref_cnt <= 0:
-                raise RuntimeError(f"{block} is freed more often than it was handed out")
-            block.ref_cnt -= 1
-            if block.ref_cnt == 0:
+            if block.ref_cnt == 1:
+                block.ref_cnt = 0
                 (uncached if block.block_hash is None else cached).append(block)
+            elif block.ref_cnt > 1:
+                block.ref_cnt -= 1
+            elif not block.is_null:
+                raise RuntimeError(f"{block} is freed more often than it was handed out")
         self.free_block_queue.prepend_n(uncached)
         self.free_block_queue.append_n(cached)
 
@@ -206,23 +215,20 @@ class BlockPool:
         key = block.block_hash
         assert key is not None
         holders = self._cached[key]
-        del holders[block.block_id]
+        holders.remove(block)
         if not holders:
             del self._cached[key]
         block.block_hash = None
 
     def check_integrity(self) -> None:
         """Raise RuntimeError naming what does not agree: queue, counts, hashes."""
-        free = self.free_block_queue.get_all_free_blocks()
-        ids = [block.block_id for block in free]
-        if len(ids) != self.free_block_queue.num_free_blocks or len(ids) != len(set(ids)):
-            raise RuntimeError(f"the free queue counts {self.free_block_queue.num_free_blocks} blocks and holds {ids}")
+        free = {block.block_id for block in self.free_block_queue.get_all_free_blocks()}
         idle = {block.block_id for block in self.blocks if block.ref_cnt == 0 and not block.is_null}
-        if idle != set(ids):
-            raise RuntimeError(f"blocks in use in the free queue, or lost from it: {sorted(idle ^ set(ids))}")
-        if self.null_block.block_id in ids or self.null_block.block_hash is not None:
-            raise RuntimeError("the null block is free or cached")
-        listed = {(key, block_id) for key, holders in self._cached.items() for block_id in holders}
-        carried = {(block.block_hash, block.block_id) for block in self.blocks if block.block_hash is not None}
+        if idle != free:
+            raise RuntimeError(f"blocks in use in the free queue, or lost from it: {sorted(idle ^ free)}")
+        if self.null_block.ref_cnt or self.null_block.block_hash is not None:
+            raise RuntimeError(f"the null block is owned or cached: {self.null_block}")
+        listed = sorted((block.block_id, key) for key, holders in self._cached.items() for block in holders)
+        carried = [(block.block_id, block.block_hash) for block in self.blocks if block.block_hash is not None]
         if listed != carried:
-            raise RuntimeError(f"hashes in the map and on the blocks differ: {listed ^ carried}")
+            raise RuntimeError(f"hashes in the map and on the blocks differ: {set(listed) ^ set(carried)}")
