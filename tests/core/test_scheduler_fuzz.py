@@ -24,7 +24,7 @@ def random_scheduler(rng: random.Random, caching: bool, specs: tuple[KVCacheSpec
         *specs,
         max_model_len=LONGEST,
         caching=caching,
-        retention=rng.choice([None, 0, 2 * BLOCK]),
+        retention=rng.choice([None, 0, 2 * BLOCK] if len(specs) > 1 else [None, 0]),
         policy=policy,
         enable_chunked_prefill=chunked,
         max_num_batched_tokens=rng.choice([8, 13, 24]) if chunked else LONGEST,
