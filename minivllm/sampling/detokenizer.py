@@ -21,7 +21,7 @@ class IncrementalDetokenizer:
     out to be the start of a stop string is held back.
 
     Mirrors: vllm/v1/engine/detokenizer.py FastIncrementalDetokenizer.
-    Leaves out: tokenizers without a `tokenizers` backend, spaces_between_special_tokens=False.
+    Leaves out: tokenizers without a `tokenizers` backend.
     """
 
     def __init__(self, tokenizer: Any | None, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
@@ -31,8 +31,9 @@ class IncrementalDetokenizer:
         self._held_back = max(map(len, self._stops)) - 1 if hold else 0
         self._full = ""  # everything decoded so far
         self._num_tokens = 0
-        self._search_from = 0  # text before this came with the first min_tokens tokens, where no stop counts
         self._finished = False
+        self._special: dict[int, str] = {}  # filled where no spaces may stand between special tokens
+        self._last_special = False
         self._backend: Any = None
         if tokenizer is not None and params.detokenize:
             self._backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -41,6 +42,9 @@ class IncrementalDetokenizer:
                     f"{type(tokenizer).__name__} has no `tokenizers` backend to stream text with: use a fast"
                     " tokenizer, or SamplingParams(detokenize=False)"
                 )
+            if not (params.skip_special_tokens or params.spaces_between_special_tokens):
+                added = self._backend.get_added_tokens_decoder()
+                self._special = {token: entry.content for token, entry in added.items()}
             self._new_stream()
             for token in prompt_token_ids[-_CONTEXT:]:
                 self._decode(token)
@@ -64,11 +68,12 @@ class IncrementalDetokenizer:
         stop_token = finish_reason == "stop" and not self._params.include_stop_str_in_output
         for token in new_token_ids[:-1] if stop_token else new_token_ids:
             before = len(self._full)
-            self._full += self._decode(token)
+            piece, special = self._decode(token), self._special.get(token)
+            self._full += special if special is not None and self._last_special else piece
+            self._last_special = special is not None
             self._num_tokens += 1
-            if self._num_tokens <= self._params.min_tokens:
-                self._search_from = len(self._full)
-            elif (found := self._find_stop(before)) is not None:
+            # A stop string may begin in the text of the first min_tokens tokens, but not end there.
+            if self._num_tokens > self._params.min_tokens and (found := self._find_stop(before)) is not None:
                 self._finished = True
                 return found
         return None
@@ -77,7 +82,7 @@ class IncrementalDetokenizer:
         """The stop string that ends first in the text since `before`; cuts the text there."""
         hits = []
         for stop in self._stops:
-            at = self._full.find(stop, max(self._search_from, before - len(stop) + 1))
+            at = self._full.find(stop, max(0, before - len(stop) + 1))
             if at >= 0:
                 hits.append((at + len(stop), -len(stop), stop))
         if not hits:

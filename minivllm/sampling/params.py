@@ -7,29 +7,40 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 MIN_TEMPERATURE = 0.01  # a lower one, above 0, is raised to this: logits divided by it would overflow
 GREEDY_BELOW = 1e-5
+MAX_N = 16384
 
 
 def _integer(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an integer, got {value!r} ({type(value).__name__}).")
+        raise TypeError(f"{name} must be an integer, got {type(value).__name__}: {value!r}.")
 
 
 def _number(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__}).")
-    if not math.isfinite(value):
-        raise ValueError(f"{name} must be a finite number, got {value}.")
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}: {value!r}.")
 
 
 def _require(ok: bool, message: str) -> None:
     if not ok:
         raise ValueError(message)
+
+
+def _sequence(name: str, value: Any, kind: type, kind_name: str) -> tuple[Any, ...]:
+    """The entries of a list setting, all of one kind; None is no entry."""
+    if value is None:
+        return ()
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise TypeError(f"{name} must be a list of {kind_name}, got {type(value).__name__}: {value!r}.")
+    entries = tuple(value)
+    if any(not isinstance(entry, kind) or isinstance(entry, bool) for entry in entries):
+        raise TypeError(f"{name} must contain only {kind_name}, got {list(entries)}.")
+    return entries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +86,8 @@ class SamplingParams:
     all_stop_token_ids: frozenset[int] = field(default=frozenset(), init=False)
 
     def __post_init__(self) -> None:
+        self._set(logprobs=1 if self.logprobs is True else self.logprobs)
+        self._set(prompt_logprobs=1 if self.prompt_logprobs is True else self.prompt_logprobs)
         for name in ("n", "top_k", "min_tokens"):
             _integer(name, getattr(self, name))
         for name in ("seed", "max_tokens", "logprobs", "prompt_logprobs"):
@@ -86,7 +99,7 @@ class SamplingParams:
             self._set(temperature=MIN_TEMPERATURE)
         self._normalise_lists()
         self._check_ranges()
-        if self.temperature < GREEDY_BELOW:
+        if self.greedy:
             self._set(top_p=1.0, top_k=0, min_p=0.0)
             _require(self.n == 1, f"n must be 1 when using greedy sampling, got {self.n}.")
 
@@ -96,28 +109,40 @@ class SamplingParams:
 
     def _normalise_lists(self) -> None:
         """Lists become tuples without repeats: this object is shared and must not change behind anyone's back."""
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
-        self._set(stop=tuple(stop), stop_token_ids=tuple(dict.fromkeys(self.stop_token_ids or ())))
-        self._set(bad_words=tuple(dict.fromkeys(self.bad_words or ())))
+        self._set(stop=_sequence("stop", [self.stop] if isinstance(self.stop, str) else self.stop, str, "strings"))
+        for name, kind, kind_name in (("stop_token_ids", int, "integers"), ("bad_words", str, "strings")):
+            self._set(**{name: tuple(dict.fromkeys(_sequence(name, getattr(self, name), kind, kind_name)))})
         if self.allowed_token_ids is not None:
-            self._set(allowed_token_ids=tuple(self.allowed_token_ids))
-            _require(len(self.allowed_token_ids) > 0, "allowed_token_ids is empty: no token could be sampled.")
+            self._set(allowed_token_ids=_sequence("allowed_token_ids", self.allowed_token_ids, int, "integers"))
+            _require(bool(self.allowed_token_ids), "allowed_token_ids is not None and empty!")
         if self.logit_bias is not None:
-            # The range of OpenAI's API, to which vLLM clamps too.
-            self._set(logit_bias={int(k): min(100.0, max(-100.0, v)) for k, v in self.logit_bias.items()})
+            if not isinstance(self.logit_bias, Mapping):
+                raise TypeError(f"logit_bias must be a dict of token id to number, got {self.logit_bias!r}.")
+            biases: dict[int, float] = {}
+            for key, value in self.logit_bias.items():
+                # A bias from JSON has its token ids as strings.
+                token = int(key) if isinstance(key, str) and key.strip().isdecimal() else key
+                _integer("every token id of logit_bias", token)
+                _number(f"logit_bias of token {token}", value)
+                _require(value < math.inf, f"logit_bias of token {token} must be below infinity, got {value}.")
+                biases[token] = value
+            self._set(logit_bias=biases)
         if self.seed == -1:
             self._set(seed=None)
         self._set(all_stop_token_ids=frozenset(self.stop_token_ids or ()))
 
     def _check_ranges(self) -> None:
         _require(self.n >= 1, f"n must be at least 1, got {self.n}.")
+        _require(self.n <= MAX_N, f"n must be at most {MAX_N}, got {self.n}.")
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             _require(-2.0 <= value <= 2.0, f"{name} must be in [-2, 2], got {value}.")
-        penalty = self.repetition_penalty
+        penalty, temperature = self.repetition_penalty, self.temperature
+        _require(math.isfinite(penalty), f"repetition_penalty must be a finite number, got {penalty}.")
         _require(penalty > 0.0, f"repetition_penalty must be greater than zero, got {penalty}.")
-        _require(self.temperature >= 0.0, f"temperature must be non-negative, got {self.temperature}.")
-        _require(self.temperature <= 2.0, f"temperature must be in [0, 2], got {self.temperature}.")
+        _require(math.isfinite(temperature), f"temperature must be a finite number, got {temperature}.")
+        _require(temperature >= 0.0, f"temperature must be non-negative, got {temperature}.")
+        _require(temperature <= 2.0, f"temperature must be in [0, 2], got {temperature}.")
         _require(0.0 < self.top_p <= 1.0, f"top_p must be in (0, 1], got {self.top_p}.")
         _require(self.top_k >= -1, f"top_k must be 0 (disable), or at least 1, got {self.top_k}.")
         _require(0.0 <= self.min_p <= 1.0, f"min_p must be in [0, 1], got {self.min_p}.")
@@ -129,18 +154,16 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             _require(value is None or value >= -1, f"{name} must be non-negative or -1, got {value}.")
-        for token in self.stop_token_ids or ():
-            _integer("every entry of stop_token_ids", token)
-        for name in ("stop", "bad_words"):
-            texts = getattr(self, name)
-            for text in texts:
-                if not isinstance(text, str):
-                    raise TypeError(f"{name} must hold strings, got {text!r}.")
-            _require(all(texts), f"{name} cannot contain an empty string.")
+        _require(all(self.stop or ()), "stop cannot contain an empty string.")
         _require(
             self.detokenize or not self.stop,
             "stop strings are only supported when detokenize is True. Set detokenize=True to use stop.",
         )
+        words = list(self.bad_words or ())
+        _require(all(words), f"bad_words cannot contain an empty string. Got bad_words={words}")
+        # What torch's generators take; each of the n samples adds its index.
+        in_range = self.seed is None or -(1 << 63) <= self.seed < (1 << 63) - MAX_N
+        _require(in_range, f"seed must be in [-2**63, 2**63 - {MAX_N}), got {self.seed}.")
 
     @property
     def greedy(self) -> bool:
@@ -159,6 +182,10 @@ class SamplingParams:
             for token in getattr(self, name) or ():
                 if not 0 <= token < vocab_size:
                     raise ValueError(f"{name} holds token id {token}, outside the vocabulary: 0 to {vocab_size - 1}.")
+        for name in ("logprobs", "prompt_logprobs"):
+            num = getattr(self, name)
+            fits = num is None or num <= vocab_size
+            _require(fits, f"{name} must be at most {vocab_size} (the vocabulary), got {num}.")
         if tokenizer is None and (self.bad_words or self.stop):
             raise ValueError("stop and bad_words are texts and need a tokenizer: use stop_token_ids or logit_bias.")
         resolved = copy.copy(self)
@@ -171,9 +198,15 @@ class SamplingParams:
             bad_words_token_ids=_tokenize_bad_words(self.bad_words or (), tokenizer),
             max_tokens=room if self.max_tokens is None else self.max_tokens,
         )
-        for sequence in resolved.bad_words_token_ids:
-            if any(token >= vocab_size for token in sequence):
-                raise ValueError(f"bad_words give token ids {sequence}, outside the vocabulary of {vocab_size}.")
+        bad = [token for sequence in resolved.bad_words_token_ids for token in sequence if token >= vocab_size]
+        _require(not bad, f"bad_words give token ids {bad}, outside the vocabulary: 0 to {vocab_size - 1}.")
+        banned = {sequence[0] for sequence in resolved.bad_words_token_ids if len(sequence) == 1}
+        banned |= resolved.all_stop_token_ids if self.min_tokens else set()
+        _require(
+            self.allowed_token_ids is None or not banned.issuperset(self.allowed_token_ids),
+            f"bad_words, or min_tokens={self.min_tokens} which holds back stop tokens, ban every token of"
+            f" allowed_token_ids={list(self.allowed_token_ids or ())}: allow one more, or lower min_tokens.",
+        )
         return resolved
 
     def for_sample(self, index: int) -> SamplingParams:
@@ -193,7 +226,8 @@ def _tokenize_bad_words(words: Sequence[str], tokenizer: Any | None) -> tuple[tu
         bare, spaced = (
             tuple(tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False)) for prefix in ("", " ")
         )
+        _require(bool(bare), f"bad_words entries must tokenize to at least one token, got {word!r}.")
         sequences.append(bare)
-        if spaced[0] != bare[0] and len(spaced) == len(bare):
+        if len(spaced) == len(bare) and spaced[0] != bare[0]:
             sequences.append(spaced)
     return tuple(sequences)

@@ -5,8 +5,9 @@
     temperature, min_p, top_k, top_p                  what may be drawn at all   -> the other rows draw
 
 Mirrors `vllm/v1/sample/sampler.py` and `vllm/v1/sample/ops` (0.32.0), where rows race exponentials on the GPU. Here a
-row draws one uniform number and walks its cumulated probabilities: the same distribution, one random number instead of
-one a token, and a request with a seed draws from a generator of its own, whatever else is in the batch.
+row draws one uniform number and walks its cumulated probabilities: the same distribution with one random number instead
+of one a token. A request with a seed draws from a generator of its own, and every cut looks at its own row alone: its
+tokens do not depend on what else is in the batch.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from minivllm.outputs import Logprob, TokenLogprobs
 from minivllm.sampling.metadata import SamplingMetadata, SamplingRow
@@ -23,6 +25,7 @@ from minivllm.sampling.params import SamplingParams
 
 LogprobsMode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
 _TOP_P_WIDTH = 128  # the first guess at how many tokens a top_p mass needs
+_BLOCK = 256  # tokens in a block of the draw
 
 
 class LogprobsTensors(NamedTuple):
@@ -77,25 +80,29 @@ class Sampler:
 
     def __call__(self, logits: Tensor, metadata: SamplingMetadata) -> SamplerOutput:
         """logits: [n, vocab_size], any float dtype; left as they are."""
-        wants_logprobs = metadata.max_num_logprobs is not None
-        if metadata.all_greedy and not metadata.changes_logits and not wants_logprobs:
-            return SamplerOutput(sampled_token_ids=logits.argmax(-1))
-        raw = logits.float()
-        processed = apply_masks_and_penalties(raw.clone(), metadata) if metadata.changes_logits else raw
-        tokens = processed.argmax(-1)
-        if not metadata.all_greedy:
-            processed = apply_cuts(processed, metadata)
-            drawn = self._draw(processed.softmax(-1), metadata.rows)
-            tokens = drawn if metadata.greedy is None else torch.where(metadata.greedy, tokens, drawn)
-        if not wants_logprobs:
-            return SamplerOutput(sampled_token_ids=tokens)
-        values = raw if self.logprobs_mode.startswith("raw") else processed
-        if self.logprobs_mode.endswith("logprobs"):
-            values = values.log_softmax(-1)
-        assert metadata.max_num_logprobs is not None
-        return SamplerOutput(
-            sampled_token_ids=tokens, logprobs=gather_logprobs(values, metadata.max_num_logprobs, tokens)
-        )
+        # Also where a plain argmax is all: on the CPU it is several times slower on bfloat16 than this copy and itself.
+        raw, num_logprobs = logits.float(), metadata.max_num_logprobs
+        processed = raw
+        if metadata.changes_logits or metadata.random:
+            if raw is logits or (num_logprobs is not None and self.logprobs_mode.startswith("raw")):
+                processed = raw.clone()  # what follows works in place
+            apply_masks_and_penalties(processed, metadata)
+        if not metadata.random:
+            tokens = processed.argmax(-1)
+        elif metadata.random_index is None:
+            tokens = self._draw(apply_cuts(processed, metadata), metadata)
+        else:
+            tokens = processed.argmax(-1)
+            cut = apply_cuts(processed[metadata.random_index], metadata)
+            tokens[metadata.random_index] = self._draw(cut, metadata)
+            processed[metadata.random_index] = cut
+        output = SamplerOutput(sampled_token_ids=tokens)
+        if num_logprobs is not None:
+            values = raw if self.logprobs_mode.startswith("raw") else processed
+            if self.logprobs_mode.endswith("logprobs"):
+                values = values.log_softmax(-1)
+            output.logprobs = gather_logprobs(values, num_logprobs, tokens)
+        return output
 
     def generator_for(self, params: SamplingParams, device: torch.device) -> torch.Generator | None:
         """A stream of random numbers for a request that brings a seed."""
@@ -107,18 +114,49 @@ class Sampler:
         rows = [SamplingRow(params=params, prompt_token_ids=[0], output_token_ids=[]) for _ in range(len(logits))]
         self(logits, SamplingMetadata.from_rows(rows, logits.shape[1], logits.device))
 
-    def _draw(self, probs: Tensor, rows: list[SamplingRow]) -> Tensor:  # [n, vocab_size] -> [n]
+    def _draw(self, logits: Tensor, metadata: SamplingMetadata) -> Tensor:  # [m, vocab_size] -> [m] int64
         if self._generator is None:
-            self._generator = torch.Generator(probs.device).manual_seed(self._seed)
-        uniform = torch.rand(len(rows), 1, generator=self._generator, device=probs.device, dtype=torch.float64)
-        for index, row in enumerate(rows):
-            if row.generator is not None:
-                uniform[index] = torch.rand(1, generator=row.generator, device=probs.device, dtype=torch.float64)
+            self._generator = torch.Generator(logits.device).manual_seed(self._seed)
         # float64: a float32 sum over a large vocabulary would move the borders between tokens
-        cumulated = probs.cumsum(-1, dtype=torch.float64)
-        # right=True never ends on a token of probability 0, whose cumulated value equals its predecessor's
-        drawn = torch.searchsorted(cumulated, uniform * cumulated[:, -1:], right=True)
-        return drawn.squeeze(-1).clamp_(max=probs.shape[-1] - 1)
+        at = torch.rand(len(logits), 1, generator=self._generator, device=logits.device, dtype=torch.float64)
+        for index, row in enumerate(metadata.random):
+            if row.generator is not None:
+                at[index] = torch.rand(1, generator=row.generator, device=logits.device, dtype=torch.float64)
+        return torch.cat([_pick(logits[rows], at[rows]) for rows in _few_rows(logits)])
+
+
+def _few_rows(logits: Tensor) -> list[slice]:
+    """All rows in pieces, small on the CPU: memory fresh from the system costs more there than the arithmetic on it."""
+    size = 8 if logits.device.type == "cpu" else len(logits)
+    return [slice(start, start + size) for start in range(0, len(logits), size)]
+
+
+def _pick(logits: Tensor, at: Tensor) -> Tensor:
+    """The token at which each row's probability, summed from the left, passes `at`: its block first, then the token.
+
+    logits: [m, vocab_size] float32; at: [m, 1] float64 in [0, 1). Returns [m] int64, inside the vocabulary even where
+    logits are NaN.
+    """
+    probs = pad(logits.softmax(-1), (0, -logits.shape[1] % _BLOCK)).view(len(logits), -1, _BLOCK)
+    block, at = _locate(probs.sum(-1).double(), at)
+    inside = probs.gather(1, block[:, :, None].expand(-1, -1, _BLOCK)).squeeze(1)
+    token, _ = _locate(inside.double(), at)
+    return (block * _BLOCK + token).squeeze(1).clamp_(max=logits.shape[1] - 1)
+
+
+def _locate(mass: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+    """Where each row's mass, summed from the left, passes the fraction `at` of its whole.
+
+    mass: [m, k] float64; at: [m, 1] float64 in [0, 1]. Returns the places [m, 1], never one without mass, and how far
+    into the mass there `at` lies, again in [0, 1].
+    """
+    cumulated = mass.cumsum(-1)
+    whole = cumulated[:, -1:]
+    # Just below the whole at most, or rounding could point past the last mass.
+    target = torch.minimum(at * whole, whole.nextafter(torch.zeros_like(whole)))
+    place = torch.searchsorted(cumulated, target, right=True).clamp_(max=mass.shape[1] - 1)
+    here = mass.gather(1, place)
+    return place, ((target - cumulated.gather(1, place) + here) / here).clamp_(0, 1)
 
 
 def apply_masks_and_penalties(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
@@ -138,69 +176,71 @@ def apply_masks_and_penalties(logits: Tensor, metadata: SamplingMetadata) -> Ten
     if metadata.bias is not None:
         rows, tokens, values = metadata.bias
         logits.index_put_((rows, tokens), values, accumulate=True)
-    if metadata.repetition_penalty is not None:
-        _apply_penalties(logits, metadata)
+    for index, prompt in metadata.penalty_rows:
+        row = metadata.rows[index]
+        _apply_penalties(logits[index], prompt, row.output_token_ids, row.params)
     return logits
 
 
-def _apply_penalties(logits: Tensor, metadata: SamplingMetadata) -> None:
-    counts = torch.zeros_like(logits)  # [n, vocab_size]: how often each token is in the output
-    for index, row in enumerate(metadata.rows):
-        if row.output_token_ids:
-            output = torch.tensor(row.output_token_ids, device=logits.device)
-            counts[index] = torch.bincount(output, minlength=metadata.vocab_size)
-    assert metadata.repetition_penalty is not None
-    assert metadata.frequency_penalty is not None
-    assert metadata.presence_penalty is not None
-    assert metadata.prompt_mask is not None
-    seen = metadata.prompt_mask | (counts > 0)
-    repetition = torch.where(seen, metadata.repetition_penalty[:, None], 1.0)
-    torch.where(logits > 0, logits / repetition, logits * repetition, out=logits)
-    logits.sub_(metadata.frequency_penalty[:, None] * counts)
-    logits.sub_(metadata.presence_penalty[:, None] * (counts > 0))
+def _apply_penalties(logits: Tensor, prompt: Tensor, output_token_ids: list[int], params: SamplingParams) -> None:
+    """One row, [vocab_size], in place; only the tokens that were seen are touched. prompt: [any] int64, no repeats."""
+    ids = torch.tensor(output_token_ids, dtype=torch.int64, device=logits.device)
+    output, counts = torch.unique(ids, return_counts=True)
+    if params.repetition_penalty != 1.0:
+        seen = torch.unique(torch.cat([prompt, output]))
+        values = logits[seen]
+        logits[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+    logits[output] -= params.frequency_penalty * counts + params.presence_penalty
 
 
 def apply_cuts(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
-    """Temperature, min_p, top_k, top_p: a new [n, vocab_size] float32, -inf where a token cannot be drawn."""
-    logits = logits.clone() if metadata.temperature is None else logits / metadata.temperature[:, None]
+    """Temperature, min_p, top_k, top_p of the rows that draw, in place: -inf where a token cannot be drawn.
+
+    logits: [m, vocab_size] float32.
+    """
+    if metadata.temperature is not None:
+        logits.div_(metadata.temperature[:, None])
     if metadata.min_p is not None:
         # p / p_max = exp(logit - logit_max): no softmax is needed to compare with min_p
         floor = logits.amax(-1, keepdim=True) + metadata.min_p[:, None].log()
         logits.masked_fill_(logits < floor, -torch.inf)
     if metadata.top_k is not None:
-        largest = logits.topk(int(metadata.top_k[metadata.top_k < metadata.vocab_size].max())).values
-        place = metadata.top_k.clamp(max=largest.shape[1])[:, None] - 1
-        threshold = largest.gather(1, place)
-        threshold[metadata.top_k == metadata.vocab_size] = -torch.inf
-        logits.masked_fill_(logits < threshold, -torch.inf)  # ties with the k-th stay
+        largest = logits.topk(metadata.max_top_k).values
+        floor = largest.gather(1, metadata.top_k.clamp(max=metadata.max_top_k)[:, None] - 1)
+        floor[metadata.top_k == metadata.vocab_size] = -torch.inf
+        logits.masked_fill_(logits < floor, -torch.inf)  # ties with the k-th stay
     if metadata.top_p is not None:
-        _apply_top_p(logits, metadata.top_p[:, None])
+        logprobs = logits.log_softmax(-1)
+        logits.masked_fill_(logprobs < _top_p_floor(logprobs, metadata.top_p), -torch.inf)
     return logits
 
 
-def _apply_top_p(logits: Tensor, top_p: Tensor) -> None:  # [n, vocab_size], [n, 1]
-    """Keep each token before which, from the likeliest down, less than top_p is gathered. The first always stays."""
-    total, width = logits.logsumexp(-1, keepdim=True), _TOP_P_WIDTH
-    while True:
-        width = min(width, logits.shape[1])
-        values, ids = logits.topk(width)  # descending
-        probs = (values - total).exp()
+def _top_p_floor(logprobs: Tensor, top_p: Tensor) -> Tensor:
+    """The log-probability of each row's last token before which, from the likeliest down, less than top_p is gathered.
+
+    logprobs: [m, vocab_size]; top_p: [m]. Returns [m, 1]. Tokens that tie with the last one stay too: which of them a
+    partial sort finds first would depend on the other rows.
+    """
+    floor = logprobs.new_full((len(logprobs), 1), -torch.inf)
+    width, todo = _TOP_P_WIDTH, (top_p < 1).nonzero().squeeze(1)
+    while len(todo):
+        values = logprobs[todo].topk(min(width, logprobs.shape[1])).values  # descending
+        probs = values.exp()
         gathered = probs.cumsum(-1)
-        if width == logits.shape[1] or bool((gathered[:, -1:] >= top_p).all()):
-            break
-        width *= 8  # flat distributions need more than the first guess
-    keep = gathered - probs < top_p
-    keep[:, 0] = True
-    logits.fill_(-torch.inf).scatter_(1, ids, values.masked_fill(~keep, -torch.inf))
+        kept = (gathered - probs < top_p[todo, None]).sum(-1, keepdim=True)
+        floor[todo] = values.gather(1, kept.clamp_(min=1) - 1)
+        # Flat rows need more than the first guess.
+        todo = todo[(kept.squeeze(1) == width) & (width < logprobs.shape[1])]
+        width *= 8
+    return floor
 
 
 def gather_logprobs(values: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
     """The given token of each row, then the `num_logprobs` largest. values: [n, vocab_size]; token_ids: [n]."""
-    token_ids = token_ids[:, None]
-    given = values.gather(-1, token_ids)
+    given = values.gather(-1, token_ids[:, None])
     top = values.topk(min(num_logprobs, values.shape[-1]))
     return LogprobsTensors(
-        torch.cat([token_ids, top.indices], dim=1),
+        torch.cat([token_ids[:, None], top.indices], dim=1),
         torch.cat([given, top.values], dim=1),
-        (values >= given).sum(-1),
+        torch.cat([(values[rows] >= given[rows]).sum(-1) for rows in _few_rows(values)]),
     )
