@@ -13,14 +13,14 @@ Mirrors vllm/model_executor/layers/attention/attention.py (0.32.0).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from minivllm.attention.backend import AttentionBackend, AttentionFeature, AttentionImpl
+from minivllm.attention.backend import AttentionBackend, AttentionFeature, AttentionImpl, AttentionMetadata
 from minivllm.attention.layer_base import AttentionLayerBase
 from minivllm.attention.selector import get_attn_backend
 from minivllm.config import VllmConfig
@@ -67,21 +67,21 @@ class Attention(AttentionLayerBase):
         self.attention_chunk_size = attention_chunk_size
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.vllm_config = vllm_config
-        for name, size in (("num_heads", num_heads), ("head_size", head_size), ("num_kv_heads", num_kv_heads)):
-            if size < 1:
-                raise ValueError(f"{prefix}: {name} must be at least 1, got {size}")
+        above_zero = {
+            "num_heads": num_heads,
+            "head_size": head_size,
+            "num_kv_heads": num_kv_heads,
+            "per_layer_sliding_window": per_layer_sliding_window,
+            "attention_chunk_size": attention_chunk_size,
+            "logits_soft_cap": logits_soft_cap,
+        }
+        for name, number in above_zero.items():
+            if number is not None and number <= 0:
+                raise ValueError(f"{prefix}: {name} must be above 0, got {number}")
         if num_heads % num_kv_heads:
             raise ValueError(f"{prefix}: num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}")
-        for name, limit in (
-            ("per_layer_sliding_window", per_layer_sliding_window),
-            ("attention_chunk_size", attention_chunk_size),
-        ):
-            if limit is not None and limit < 1:
-                raise ValueError(f"{prefix}: {name} must be at least 1 token, got {limit}; None turns it off")
         if per_layer_sliding_window is not None and attention_chunk_size is not None:
             raise ValueError(f"{prefix}: a layer has either a sliding window or a chunk, not both")
-        if logits_soft_cap is not None and logits_soft_cap <= 0:
-            raise ValueError(f"{prefix}: logits_soft_cap must be above 0, got {logits_soft_cap}; None turns it off")
         for name, values in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
             if values is not None and len(values) != num_heads:
                 raise ValueError(f"{prefix}: {name} must have one value a head ({num_heads}), got {len(values)}")
@@ -167,23 +167,27 @@ class Attention(AttentionLayerBase):
         return f"{heads}, backend={self.attn_backend.get_name()}"
 
 
+def _in_forward(layer_name: str) -> tuple[AttentionMetadata | None, Attention, Tensor, Tensor | None]:
+    metadata, layer, kv_cache, slot_mapping = get_attention_context(layer_name)
+    if metadata is not None and kv_cache.numel() == 0:
+        raise RuntimeError(
+            f"layer {layer_name!r} has no KV cache yet: bind its pages (initialize_kv_cache) before a forward with"
+            " metadata, or run with attn_metadata=None"
+        )
+    return metadata, cast(Attention, layer), kv_cache, slot_mapping
+
+
 def unified_kv_cache_update(key: Tensor, value: Tensor, layer_name: str) -> Tensor:
     """Write K and V, [num_tokens, num_kv_heads, head_size], to the slots of this step.
 
     Mirrors: vllm/model_executor/layers/attention/attention.py unified_kv_cache_update.
     """
-    metadata, layer, kv_cache, slot_mapping = get_attention_context(layer_name)
-    layer = cast(Attention, layer)
+    metadata, layer, kv_cache, slot_mapping = _in_forward(layer_name)
     if metadata is not None:
         if slot_mapping is None:
             raise RuntimeError(
                 f"layer {layer_name!r} has metadata but no slot mapping in this forward: give set_forward_context"
                 " slot_mapping with an entry for each layer"
-            )
-        if kv_cache.numel() == 0:
-            raise RuntimeError(
-                f"layer {layer_name!r} has no KV cache yet: bind its pages (initialize_kv_cache) before a forward with"
-                " metadata, or run with attn_metadata=None"
             )
         layer.impl.do_kv_cache_update(layer, key, value, kv_cache, slot_mapping, attn_metadata=metadata)
     return key.new_empty(0)
@@ -203,13 +207,24 @@ def unified_attention_with_output(
 
     Mirrors: vllm/model_executor/layers/attention/attention.py unified_attention_with_output.
     """
-    metadata, layer, kv_cache, _ = get_attention_context(layer_name)
-    layer = cast(Attention, layer)
+    metadata, layer, kv_cache, _ = _in_forward(layer_name)
     if metadata is None:
         output.zero_()
         layer.impl.reserve_workspace(query, layer.vllm_config)
     else:
         layer.impl.forward(layer, query, key, value, kv_cache, metadata, output)
+
+
+def _without_grad(op: Callable[..., Any]) -> Callable[..., Any]:
+    """The pages are no part of an autograd graph, also where a model is called outside of inference mode."""
+
+    def run(*args: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return op(*args)
+        with torch.no_grad():
+            return op(*args)
+
+    return run
 
 
 def _register_ops() -> Any:
@@ -220,13 +235,14 @@ def _register_ops() -> Any:
         "unified_attention_with_output(Tensor query, Tensor? key, Tensor? value, Tensor(a!) output, str layer_name,"
         " Tensor? kv_cache_dummy_dep=None) -> ()"
     )
-    for device_type in ("CPU", "CUDA"):
-        library.impl("unified_kv_cache_update", unified_kv_cache_update, device_type)
-        library.impl("unified_attention_with_output", unified_attention_with_output, device_type)
-    torch.library.register_fake(
-        "minivllm::unified_kv_cache_update", lambda key, value, layer_name: key.new_empty(0), lib=library
-    )
-    torch.library.register_fake("minivllm::unified_attention_with_output", lambda *args: None, lib=library)
+    ops: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+        "unified_kv_cache_update": (unified_kv_cache_update, lambda key, *_: key.new_empty(0)),
+        "unified_attention_with_output": (unified_attention_with_output, lambda *_: None),
+    }
+    for name, (op, fake) in ops.items():
+        for device_type in ("CPU", "CUDA"):
+            library.impl(name, _without_grad(op), device_type)
+        torch.library.register_fake(f"minivllm::{name}", fake, lib=library)
     return library
 
 

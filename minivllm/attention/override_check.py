@@ -112,10 +112,7 @@ def _calls(signature: Signature) -> Iterator[tuple[str, list[str], dict[str, str
             for p in signature.parameters.values()
             if p.kind not in _VARIADIC and (optional or p.default is Parameter.empty)
         ]
-        for how, by_position in (
-            ("by position", _POSITIONAL),
-            ("by keyword", (Parameter.POSITIONAL_ONLY,)),
-        ):
+        for how, by_position in (("by keyword", (Parameter.POSITIONAL_ONLY,)), ("by position", _POSITIONAL)):
             args = [p.name for p in wanted if p.kind in by_position]
             kwargs = {p.name: p.name for p in wanted if p.kind not in by_position}
             yield f"with {which} {how}", args, kwargs

@@ -97,3 +97,5 @@ def _examine(
 def _require_backend_class(name: str, backend: object) -> None:
     if not (isinstance(backend, type) and issubclass(backend, AttentionBackend)):
         raise TypeError(f"attention backend {name!r} must be a subclass of AttentionBackend, got {backend!r}")
+    if missing := sorted(backend.__abstractmethods__):
+        raise TypeError(f"attention backend {name!r}: {backend.__qualname__} does not define {', '.join(missing)}")

@@ -143,17 +143,17 @@ class PagedBatch:
 
     def run(self, metadata=None, model: nn.Module | None = None) -> Tensor:
         """[num_tokens + padding, num_heads, D] through the layer and its ops."""
-        layer = self.layer
+        layer, model = self.layer, self.layer if model is None else model
         layer.kv_cache = self.cache
         if metadata is None:
             metadata = self.builder().build(common_prefix_len=0, common_attn_metadata=self.common)
         query, key, value = (self.new_tokens(x).flatten(1) for x in (self.queries, self.keys, self.values))
         with set_forward_context(
             {layer.layer_name: metadata},
-            layers=collect_layers(model or layer),
+            layers=collect_layers(model),
             slot_mapping={layer.layer_name: self.slot_mapping},
         ):
-            out = (model or layer)(query, key, value)
+            out = model(query, key, value)
         return out.view(-1, layer.num_heads, layer.head_size)
 
     def expected(self) -> Tensor:
