@@ -126,7 +126,8 @@ class OutputProcessor:
             return None
         for engine_id in self.engine_ids(request_id):
             sample = self._samples.pop(engine_id)
-            sample.completion.finish_reason = "abort"
+            sample.detokenizer.update([], "abort")  # nothing stays held back
+            sample.completion.text, sample.completion.finish_reason = sample.detokenizer.text, "abort"
         return self._output(parent)
 
     def _output(self, parent: _Parent) -> RequestOutput:
