@@ -225,7 +225,8 @@ def test_without_a_tokenizer_there_are_ids_only() -> None:
     processor = OutputProcessor(None)
     processor.add_request("r", None, [THE], params(logprobs=0, stop_token_ids=[END]))
     feed(processor, news("r", CAT, new_logprobs=[{CAT: Logprob(-1.0, 1)}]))
-    (output,) = feed(processor, news("r", END, finish_reason="stop", stop_reason=END, new_logprobs=[{END: Logprob(-1.0, 1)}]))  # fmt: skip
+    last = news("r", END, finish_reason="stop", stop_reason=END, new_logprobs=[{END: Logprob(-1.0, 1)}])
+    (output,) = feed(processor, last)
     (completion,) = output.outputs
     assert (completion.text, completion.token_ids, completion.stop_reason) == ("", [CAT, END], END)
     assert completion.logprobs == [{CAT: Logprob(-1.0, 1)}, {END: Logprob(-1.0, 1)}]
