@@ -153,7 +153,7 @@ class KVCacheCoordinator:
                 hits.update(zip(group_ids, found, strict=True))
                 length = len(found[0]) * spec.block_size
                 longest = max(longest, length)
-            settled = length == before
+            settled = length == before or len(self._groups_by_spec) == 1
         blocks = [hits[group_id] for group_id in range(len(self.managers))]
         for manager, found_blocks in zip(self.managers, blocks, strict=True):
             del found_blocks[length // manager.block_size :]
