@@ -270,4 +270,8 @@ class ChunkedLocalAttentionManager(SingleTypeKVCacheManager):
             if found is None:
                 break
             rows.append(found)
-        return columns(rows[: self.aligned(len(rows))], len(group_ids))
+        kept = self.aligned(len(rows))
+        if kept * self.block_size < self.get_num_skipped_tokens(max_length):
+            # Cut to whole blocks, it ends within an earlier chunk, of which the tokens before it are needed after all.
+            return self.find_longest_cache_hit(block_hashes, kept * self.block_size, group_ids)
+        return columns(rows[:kept], len(group_ids))
