@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tiny_runner import BLOCK, FULL, TinyRunner, make_request, make_scheduler, sliding
+from core.tiny_runner import BLOCK, FULL, MAMBA, TinyRunner, make_request, make_scheduler, sliding
 
 from minivllm.core.request_queue import create_request_queue
 from minivllm.core.scheduler import Scheduler
@@ -423,10 +423,7 @@ def test_queues(policy: str, order: str) -> None:
 
 
 def aligned_scheduler(**settings: Any) -> Scheduler:
-    """As if one group kept Mamba states in "align" mode: only the ends of chunks are looked at here."""
-    scheduler = make_scheduler(60, **settings)
-    scheduler._align_to = BLOCK
-    return scheduler
+    return make_scheduler(60, FULL, MAMBA, caching=True, **settings)
 
 
 @pytest.mark.parametrize(
@@ -475,5 +472,24 @@ def test_chunks_of_whole_steps_end_on_borders() -> None:
     runner.run()
 
 
+def test_a_state_is_kept_where_a_shared_prefix_ends() -> None:
+    prefix = list(range(10))
+    runner = start(aligned_scheduler(), a=[*prefix, *range(50, 60)]).run()
+    start(runner, b=[*prefix, *range(70, 80)])
+    assert counts(runner.step()) == {"b": 8}  # full attention knows the prefix, the state does not: it is kept now
+    runner.run()
+    start(runner, c=[*prefix, *range(90, 100)])
+    assert runner.step().scheduled_new_reqs[0].num_computed_tokens == 8
+    runner.run()
+
+
+def test_a_state_written_in_this_step_is_no_hit_yet() -> None:
+    prompt = list(range(9))
+    runner = start(aligned_scheduler(), a=prompt, b=prompt)
+    assert list(counts(runner.step())) == ["a"]
+    assert counts(runner.step()) == {"a": 1, "b": 1}
+    runner.run()
+
+
 def test_full_attention_is_not_held_to_borders() -> None:
-    assert make_scheduler(20)._align_to == 0
+    assert counts(start(make_scheduler(20, max_num_batched_tokens=9), a=18).step()) == {"a": 9}

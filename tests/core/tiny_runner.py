@@ -1,7 +1,7 @@
 """A model runner without a model: it keeps tables and a KV cache as the real one does, and checks what it is told.
 
 What stands in a slot is a number that follows from all tokens up to its position, so a request that reads a slot of
-anyone else, or one that was never written, is found out at once.
+anyone else, or one that was never written, is found out at once. So it is with the state in a block of a Mamba group.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from minivllm.core.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from minivllm.core.scheduler import Scheduler
@@ -31,6 +32,7 @@ from minivllm.sampling.params import SamplingParams
 BLOCK = 4
 SHAPE: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": "float32"}
 FULL = FullAttentionSpec(**SHAPE)
+MAMBA = MambaSpec(block_size=BLOCK, shapes=((4,),), dtypes=("float32",), mamba_cache_mode="align")
 
 
 def sliding(window: int) -> SlidingWindowSpec:
@@ -93,10 +95,11 @@ class TinyRunner:
     scheduler: Scheduler
     sample: Callable[[str, list[int]], int] = lambda request_id, tokens: 100 + len(tokens)
     states: dict[str, _State] = field(default_factory=dict)
-    cache: dict[tuple[int, int], int] = field(default_factory=dict)  # (group, slot) -> content
+    cache: dict[tuple[int, int], int] = field(default_factory=dict)  # (group, slot; of a state: block) -> content
     outputs: dict[str, list[int]] = field(default_factory=dict)
     finished: dict[str, EngineCoreOutput] = field(default_factory=dict)
     steps: list[SchedulerOutput] = field(default_factory=list)
+    num_hits: int = 0  # admissions, also after a preemption, that found something in the prefix cache
 
     def step(self) -> SchedulerOutput:
         """One schedule, execute, update, with every check."""
@@ -144,6 +147,7 @@ class TinyRunner:
             state = _State(list(new.prompt_token_ids), [list(ids) for ids in new.block_ids], salt)
             state.num_computed = new.num_computed_tokens
             self.states[new.req_id] = state
+            self.num_hits += state.num_computed > 0
         cached = output.scheduled_cached_reqs
         for row, request_id in enumerate(cached.req_ids):
             state, blocks = self.states[request_id], cached.new_block_ids[row]
@@ -154,17 +158,26 @@ class TinyRunner:
                 for table, ids in zip(state.tables, blocks, strict=True):
                     table.extend(ids)
             state.num_computed = cached.num_computed_tokens[row]
+            self.num_hits += request_id in cached.resumed_req_ids and state.num_computed > 0
             assert cached.num_output_tokens[row] == self.scheduler.requests[request_id].num_output_tokens
 
         contents = {request_id: self._contents(self.states[request_id]) for request_id in output.num_scheduled_tokens}
+        specs = [group.kv_cache_spec for group in self.scheduler.kv_cache_config.kv_cache_groups]
         written: Counter[tuple[int, int]] = Counter()
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             state = self.states[request_id]
-            for position in range(state.num_computed, state.num_computed + num_tokens):
-                for group, table in enumerate(state.tables):
-                    block = table[position // BLOCK]
-                    assert block != 0, f"{request_id} writes position {position} to the null block"
+            first, end = state.num_computed, state.num_computed + num_tokens
+            for group, table in enumerate(state.tables):
+                if isinstance(specs[group], MambaSpec):
+                    self._check_state(group, table, first, contents[request_id])
+                for position in range(first, end):
+                    block = table[position // specs[group].block_size]
                     slot = (group, block * BLOCK + position % BLOCK)
+                    if isinstance(specs[group], MambaSpec):
+                        if position < end - 1:
+                            continue
+                        slot = (group, block)
+                    assert block != 0, f"{request_id} writes position {position} to the null block"
                     self.cache[slot] = contents[request_id][position]
                     written[slot] += 1
         assert not written or max(written.values()) == 1, "two requests write one slot"
@@ -173,6 +186,8 @@ class TinyRunner:
             state = self.states[request_id]
             first, last = state.num_computed, state.num_computed + num_tokens - 1
             for group, table in enumerate(state.tables):
+                if isinstance(specs[group], MambaSpec):
+                    continue
                 for position in range(self._first_read(group, first), last + 1):
                     slot = (group, table[position // BLOCK] * BLOCK + position % BLOCK)
                     assert self.cache.get(slot) == contents[request_id][position], f"{request_id} reads a wrong slot"
@@ -180,6 +195,13 @@ class TinyRunner:
             sampled.append([self.sample(request_id, state.tokens)] if complete else [])
             state.tokens += sampled[-1]
         return ModelRunnerOutput(req_ids=list(output.num_scheduled_tokens), sampled_token_ids=sampled)
+
+    def _check_state(self, group: int, table: list[int], first: int, contents: list[int]) -> None:
+        """The state that a Mamba layer goes on from is that of exactly the tokens before."""
+        block_size = self.scheduler.kv_cache_config.kv_cache_groups[group].kv_cache_spec.block_size
+        if first:
+            state = self.cache.get((group, table[(first - 1) // block_size]))
+            assert state == contents[first - 1], "a wrong state"
 
     @staticmethod
     def _contents(state: _State) -> list[int]:
