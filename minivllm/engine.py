@@ -14,7 +14,11 @@ import torch
 
 from minivllm.config import VllmConfig
 from minivllm.core.block_hash import make_block_hasher
-from minivllm.core.kv_cache_groups import get_kv_cache_configs, resolve_kv_cache_block_sizes
+from minivllm.core.kv_cache_groups import (
+    generate_scheduler_kv_cache_config,
+    get_kv_cache_configs,
+    resolve_kv_cache_block_sizes,
+)
 from minivllm.core.scheduler import Scheduler
 from minivllm.output_processor import OutputProcessor
 from minivllm.outputs import RequestOutput
@@ -47,7 +51,7 @@ class LLMEngine:
         available = determine_available_memory(vllm_config, self.model_runner.profile_run)
         self.kv_cache_config = get_kv_cache_configs(vllm_config, [specs], [available])[0]
         self.model_runner.initialize_kv_cache(self.kv_cache_config)
-        self.scheduler = Scheduler(vllm_config, self.kv_cache_config)
+        self.scheduler = Scheduler(vllm_config, generate_scheduler_kv_cache_config([self.kv_cache_config]))
         self.output_processor = OutputProcessor(tokenizer)
         _, hash_block_size = resolve_kv_cache_block_sizes(self.kv_cache_config, vllm_config)
         caching = vllm_config.cache_config.enable_prefix_caching
@@ -95,8 +99,10 @@ class LLMEngine:
         try:
             runner_output = self.model_runner.execute_model(scheduler_output)
         except BaseException:
-            # The scheduler has already counted this step's tokens; no request of it can go on. Free every block.
+            # The scheduler has already counted this step's tokens, and cached their blocks: no request can go on, and
+            # no block can be trusted.
             self.abort_request(self.output_processor.request_ids())
+            self.scheduler.reset_prefix_cache()
             raise
         news = self.scheduler.update_from_output(scheduler_output, runner_output)
         outputs, stopped = self.output_processor.process_outputs(news)

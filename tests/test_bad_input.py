@@ -127,7 +127,9 @@ def test_a_failing_step_frees_every_block(llm: LLM, monkeypatch: pytest.MonkeyPa
     with monkeypatch.context() as patch:
         patch.setattr(llm.llm_engine.model_runner, "_sample", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            llm.generate([[5, 6], [7]], PARAMS, use_tqdm=False)
+            llm.generate([list(range(5, 25)), [7]], PARAMS, use_tqdm=False)
+    # The blocks of the step that failed were never written: nothing may find them in the prefix cache.
+    assert llm.generate(list(range(5, 25)), PARAMS, use_tqdm=False)[0].num_cached_tokens == 0
 
 
 def test_an_unread_stream_leaves_nothing_behind(llm: LLM) -> None:

@@ -92,6 +92,12 @@ def allocate_kv_cache(
             )
             if shape[0] != kv_cache_config.num_blocks:
                 raise ValueError(f"layer {name}: its backend's cache shape {shape} does not begin with num_blocks")
+            places = (placement.offset, placement.layer_stride, placement.block_stride)
+            if any(place % dtype.itemsize for place in places):
+                raise ValueError(
+                    f"layer {name}: pages at (offset, layer stride, block stride) {places} bytes are not aligned to"
+                    f" {spec.dtype}: choose an even block_size, or one dtype for all layers"
+                )
             typed = backing.view(dtype)
             inner = torch.empty(shape[1:], device="meta").stride()
             stride = (placement.block_stride // dtype.itemsize, *inner)
