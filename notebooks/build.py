@@ -167,6 +167,7 @@ def run(notebook: NotebookNode, twice: bool = False) -> dict[str, Any]:
         env = os.environ | {
             "HF_HUB_OFFLINE": "1",
             "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",  # several notebooks run at a time
             "IPYTHONDIR": folder,
         }
         env["PYTHONPATH"] = os.pathsep.join(

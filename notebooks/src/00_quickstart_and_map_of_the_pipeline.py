@@ -61,6 +61,9 @@ llm = LLM(
     max_num_batched_tokens=16,
     kv_cache_memory_bytes=8 * 2**20,
 )
+assert llm.llm_engine.vllm_config.model_config.dtype == "float32"
+
+# %%
 greedy = SamplingParams(temperature=0.0, max_tokens=12)
 prompt = "The first ten prime numbers are"
 answer = llm.generate(prompt, greedy, use_tqdm=False)[0]
