@@ -34,6 +34,8 @@ class IncrementalDetokenizer:
         self._finished = False
         self._special: dict[int, str] = {}  # filled where no spaces may stand between special tokens
         self._last_special = False
+        self._recent: list[int] = []  # the last token that gave text (if any did), and those after it
+        self._num_shown = 0  # how many of these gave text
         self._backend: Any = None
         if tokenizer is not None and params.detokenize:
             self._backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -46,7 +48,11 @@ class IncrementalDetokenizer:
                 added = self._backend.get_added_tokens_decoder()
                 self._special = {token: entry.content for token, entry in added.items()}
             self._new_stream()
-            for token in prompt_token_ids[-_CONTEXT:]:
+            start = max(0, len(prompt_token_ids) - _CONTEXT)
+            # Not from within a character: its rest would be shown, broken, if another one is open where output begins.
+            while start and self._backend.decode(prompt_token_ids[start : start + 4]).startswith("\ufffd"):
+                start -= 1
+            for token in prompt_token_ids[start:]:
                 self._decode(token)
 
     @property
@@ -67,28 +73,30 @@ class IncrementalDetokenizer:
             return None
         stop_token = finish_reason == "stop" and not self._params.include_stop_str_in_output
         for token in new_token_ids[:-1] if stop_token else new_token_ids:
-            before = len(self._full)
-            piece, special = self._decode(token), self._special.get(token)
-            self._full += special if special is not None and self._last_special else piece
-            self._last_special = special is not None
             self._num_tokens += 1
-            # A stop string may begin in the text of the first min_tokens tokens, but not end there.
-            if self._num_tokens > self._params.min_tokens and (found := self._find_stop(before)) is not None:
-                self._finished = True
+            piece, special = self._decode(token), self._special.get(token)
+            if (found := self._append(special if special is not None and self._last_special else piece)) is not None:
                 return found
-        return None
+            self._last_special = special is not None
+        return self._append(self._rest()) if self._finished else None
+
+    def _append(self, piece: str) -> str | None:
+        """Add text; returns the stop string that it completes, where the text now ends."""
+        before = len(self._full)
+        self._full += piece
+        # A stop string may begin in the text of the first min_tokens tokens, but not end there.
+        found = self._find_stop(before) if piece and self._num_tokens > self._params.min_tokens else None
+        self._finished = self._finished or found is not None
+        return found
 
     def _find_stop(self, before: int) -> str | None:
         """The stop string that ends first in the text since `before`; cuts the text there."""
-        hits = []
-        for stop in self._stops:
-            at = self._full.find(stop, max(0, before - len(stop) + 1))
-            if at >= 0:
-                hits.append((at + len(stop), -len(stop), stop))
+        places = {stop: self._full.find(stop, max(0, before - len(stop) + 1)) for stop in self._stops}
+        hits = [(at + len(stop), stop) for stop, at in places.items() if at >= 0]
         if not hits:
             return None
-        end, negative_length, stop = min(hits)
-        self._full = self._full[: end if self._params.include_stop_str_in_output else end + negative_length]
+        end, stop = min(hits, key=lambda hit: hit[0])  # of those that end together the first in the list
+        self._full = self._full[: end if self._params.include_stop_str_in_output else end - len(stop)]
         return stop
 
     def _new_stream(self) -> None:
@@ -99,10 +107,26 @@ class IncrementalDetokenizer:
     def _decode(self, token: int) -> str:
         """The text that `token` completes; "" while a character is unfinished."""
         try:
-            return self._stream.step(self._backend, token) or ""
+            text = self._stream.step(self._backend, token)
         except Exception as error:
             # An invalid byte sequence can leave the stream with a prefix it cannot continue: begin a new one there.
             if "Invalid prefix" not in str(error):
                 raise
             self._new_stream()
-            return self._stream.step(self._backend, token) or ""
+            text = self._stream.step(self._backend, token)
+        if text:
+            self._recent, self._num_shown = [token], 1
+        else:
+            self._recent.append(token)
+        return text or ""
+
+    def _rest(self) -> str:
+        """The whole characters in tokens that end in half a character: none will come to complete it."""
+        if len(self._recent) == self._num_shown:
+            return ""
+        skip = self._params.skip_special_tokens
+        shown, text = (
+            self._backend.decode(ids, skip_special_tokens=skip)
+            for ids in (self._recent[: self._num_shown], self._recent)
+        )
+        return str(text[len(shown) :].rstrip("\ufffd"))
