@@ -146,7 +146,7 @@ def test_an_unread_stream_leaves_nothing_behind(llm: LLM) -> None:
         ({"gpu_memory_utilization": 0.0}, "gpu_memory_utilization"),
         ({"gpu_memory_utilization": 1.5}, "1.5"),
         ({"max_num_seqs": 0}, "max_num_seqs"),
-        ({"max_num_batched_tokens": 8}, "max_num_seqs"),
+        ({"max_num_batched_tokens": 8, "max_num_seqs": 9}, "max_num_seqs"),
         ({"scheduling_policy": "random"}, "random"),
         ({"dtype": "float8"}, "float8"),
         ({"kv_cache_memory_bytes": 100}, "memory"),
