@@ -144,6 +144,11 @@ def get_attention_context(
             f" {_listed(context.attn_metadata)}. Build metadata for every KV-cache group and give each of its layers"
             " an entry, or pass attn_metadata=None for a run without a cache"
         )
+    if layer.kv_cache.numel() == 0:
+        raise RuntimeError(
+            f"layer {layer_name!r} has metadata but no KV cache yet: bind its pages (initialize_kv_cache) first, or"
+            " pass attn_metadata=None for a run without a cache"
+        )
     return metadata, layer, layer.kv_cache, context.slot_mapping.get(layer_name)
 
 

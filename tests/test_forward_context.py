@@ -106,9 +106,18 @@ def test_a_layer_without_a_name_is_refused() -> None:
 def test_metadata_slots_and_pages_of_one_layer() -> None:
     model, metadata, slots = Two(), AttentionMetadata(), torch.tensor([3])
     layers = collect_layers(model)
+    model.one.kv_cache = model.two.kv_cache = torch.zeros(2, 2, 4, 2, 8)
     with set_forward_context({"a": metadata, "b": AttentionMetadata()}, layers=layers, slot_mapping={"a": slots}):
         assert get_attention_context("a") == (metadata, model.one, model.one.kv_cache, slots)
         assert get_attention_context("b")[3] is None
+
+
+def test_metadata_before_the_pages_are_bound_is_refused() -> None:
+    with (
+        set_forward_context({"a": AttentionMetadata()}, layers=collect_layers(Two())),
+        pytest.raises(RuntimeError, match="'a' has metadata but no KV cache yet: bind its pages"),
+    ):
+        get_attention_context("a")
 
 
 def test_a_layer_without_metadata_is_named_with_those_that_have_it() -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Generic, Literal, TypeVar, get_args
 
 import torch
@@ -23,8 +24,9 @@ from minivllm.attention.override_check import ChecksOverrides
 from minivllm.config import VllmConfig
 from minivllm.core.kv_cache_interface import KVCacheSpec
 
+# What not every backend can do. The first five are options of AttentionImpl, by the same names.
 AttentionFeature = Literal[
-    "sliding_window", "chunked_local", "logits_soft_cap", "alibi", "sinks", "non_causal", "kv_sharing"
+    "sliding_window", "attention_chunk_size", "logits_soft_cap", "alibi_slopes", "sinks", "non_causal", "kv_sharing"
 ]
 
 
@@ -138,6 +140,7 @@ class AttentionMetadataBuilder(ChecksOverrides, ABC, Generic[M]):
         return self.build(common_prefix_len=0, common_attn_metadata=common_attn_metadata)
 
 
+@dataclass(eq=False)
 class AttentionImpl(ChecksOverrides, ABC, Generic[M]):
     """Computes attention for one layer.
 
@@ -145,28 +148,16 @@ class AttentionImpl(ChecksOverrides, ABC, Generic[M]):
     Leaves out: quantised outputs, fused rope and cache writes, context parallelism.
     """
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        *,
-        alibi_slopes: Tensor | None = None,  # [num_heads] float32
-        sliding_window: int | None = None,  # tokens seen, the query's own included
-        logits_soft_cap: float | None = None,
-        sinks: Tensor | None = None,  # [num_heads]: a logit that takes part in the softmax and has no value
-        attention_chunk_size: int | None = None,
-    ) -> None:
-        self.num_heads = num_heads
-        self.head_size = head_size
-        self.scale = scale
-        self.num_kv_heads = num_kv_heads
-        self.alibi_slopes = alibi_slopes
-        self.sliding_window = sliding_window
-        self.logits_soft_cap = logits_soft_cap
-        self.sinks = sinks
-        self.attention_chunk_size = attention_chunk_size
+    num_heads: int
+    head_size: int
+    scale: float
+    num_kv_heads: int
+    _: KW_ONLY
+    sliding_window: int | None = None  # tokens seen, the query's own included
+    attention_chunk_size: int | None = None
+    logits_soft_cap: float | None = None
+    alibi_slopes: Tensor | None = None  # [num_heads] float32
+    sinks: Tensor | None = None  # [num_heads]: a logit that takes part in the softmax and has no value
 
     @abstractmethod
     def forward(
@@ -193,7 +184,7 @@ class AttentionImpl(ChecksOverrides, ABC, Generic[M]):
         value: Tensor,  # [>= num_tokens, num_kv_heads, head_size]
         kv_cache: Tensor,
         slot_mapping: Tensor,  # [num_tokens] int64, -1 = no slot, written nowhere
-        attn_metadata: M | None = None,  # the step's, where build() prepared something for the write
+        attn_metadata: M,
     ) -> None:
         """Write K and V of this step to their slots."""
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from minivllm.attention.backend import AttentionBackend, AttentionFeature, AttentionImpl, AttentionMetadata
+from minivllm.attention.backend import AttentionBackend, AttentionImpl
 from minivllm.attention.layer_base import AttentionLayerBase
 from minivllm.attention.selector import get_attn_backend
 from minivllm.config import VllmConfig
@@ -67,55 +67,34 @@ class Attention(AttentionLayerBase):
         self.attention_chunk_size = attention_chunk_size
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.vllm_config = vllm_config
-        above_zero = {
-            "num_heads": num_heads,
-            "head_size": head_size,
-            "num_kv_heads": num_kv_heads,
-            "per_layer_sliding_window": per_layer_sliding_window,
+        options: dict[str, Any] = {
+            "sliding_window": per_layer_sliding_window,
             "attention_chunk_size": attention_chunk_size,
             "logits_soft_cap": logits_soft_cap,
+            # On the layer's device, whatever the default device is while a model is built.
+            "alibi_slopes": None if alibi_slopes is None else torch.tensor(alibi_slopes, device=vllm_config.device),
+            "sinks": sinks,
         }
-        for name, number in above_zero.items():
-            if number is not None and number <= 0:
+        sizes = {"num_heads": num_heads, "head_size": head_size, "num_kv_heads": num_kv_heads}
+        for name, number in {**sizes, **options}.items():
+            if isinstance(number, int | float) and number <= 0:
                 raise ValueError(f"{prefix}: {name} must be above 0, got {number}")
+            if isinstance(number, Tensor) and number.shape != (num_heads,):
+                raise ValueError(f"{prefix}: {name} must have one value a head, {num_heads}, got {list(number.shape)}")
         if num_heads % num_kv_heads:
             raise ValueError(f"{prefix}: num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}")
         if per_layer_sliding_window is not None and attention_chunk_size is not None:
             raise ValueError(f"{prefix}: a layer has either a sliding window or a chunk, not both")
-        for name, values in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
-            if values is not None and len(values) != num_heads:
-                raise ValueError(f"{prefix}: {name} must have one value a head ({num_heads}), got {len(values)}")
         if kv_sharing_target_layer_name == prefix:
             raise ValueError(f"{prefix} cannot share its own KV cache: name an earlier layer, or None")
-
-        features: dict[AttentionFeature, bool] = {
-            "sliding_window": per_layer_sliding_window is not None,
-            "chunked_local": attention_chunk_size is not None,
-            "logits_soft_cap": logits_soft_cap is not None,
-            "alibi": alibi_slopes is not None,
-            "sinks": sinks is not None,
-            "kv_sharing": kv_sharing_target_layer_name is not None,
-        }
-        self.attn_backend = get_attn_backend(
-            head_size,
-            getattr(torch, vllm_config.model_config.dtype),
-            vllm_config.device,
-            vllm_config.attention_backend,
-            [feature for feature, used in features.items() if used],
-        )
-        # Made on the layer's device whatever the default device is while a model is built.
-        slopes = None if alibi_slopes is None else torch.tensor(list(alibi_slopes), device=vllm_config.device)
-        self.impl: AttentionImpl[Any] = self.attn_backend.get_impl_cls()(
-            num_heads,
-            head_size,
-            scale,
-            num_kv_heads,
-            alibi_slopes=slopes,
-            sliding_window=per_layer_sliding_window,
-            logits_soft_cap=logits_soft_cap,
-            sinks=sinks,
-            attention_chunk_size=attention_chunk_size,
-        )
+        features: list[Any] = [name for name, value in options.items() if value is not None]
+        if kv_sharing_target_layer_name is not None:
+            features.append("kv_sharing")
+        dtype = getattr(torch, vllm_config.model_config.dtype)
+        name = vllm_config.attention_backend
+        self.attn_backend = get_attn_backend(head_size, dtype, vllm_config.device, name, features)
+        make_impl = self.attn_backend.get_impl_cls()
+        self.impl: AttentionImpl[Any] = make_impl(num_heads, head_size, scale, num_kv_heads, **options)
 
     @override
     def forward(
@@ -167,29 +146,20 @@ class Attention(AttentionLayerBase):
         return f"{heads}, backend={self.attn_backend.get_name()}"
 
 
-def _in_forward(layer_name: str) -> tuple[AttentionMetadata | None, Attention, Tensor, Tensor | None]:
-    metadata, layer, kv_cache, slot_mapping = get_attention_context(layer_name)
-    if metadata is not None and kv_cache.numel() == 0:
-        raise RuntimeError(
-            f"layer {layer_name!r} has no KV cache yet: bind its pages (initialize_kv_cache) before a forward with"
-            " metadata, or run with attn_metadata=None"
-        )
-    return metadata, cast(Attention, layer), kv_cache, slot_mapping
-
-
 def unified_kv_cache_update(key: Tensor, value: Tensor, layer_name: str) -> Tensor:
     """Write K and V, [num_tokens, num_kv_heads, head_size], to the slots of this step.
 
     Mirrors: vllm/model_executor/layers/attention/attention.py unified_kv_cache_update.
     """
-    metadata, layer, kv_cache, slot_mapping = _in_forward(layer_name)
+    metadata, layer, kv_cache, slot_mapping = get_attention_context(layer_name)
     if metadata is not None:
         if slot_mapping is None:
             raise RuntimeError(
                 f"layer {layer_name!r} has metadata but no slot mapping in this forward: give set_forward_context"
                 " slot_mapping with an entry for each layer"
             )
-        layer.impl.do_kv_cache_update(layer, key, value, kv_cache, slot_mapping, attn_metadata=metadata)
+        impl = cast(Attention, layer).impl
+        impl.do_kv_cache_update(layer, key, value, kv_cache, slot_mapping, metadata)
     return key.new_empty(0)
 
 
@@ -207,24 +177,13 @@ def unified_attention_with_output(
 
     Mirrors: vllm/model_executor/layers/attention/attention.py unified_attention_with_output.
     """
-    metadata, layer, kv_cache, _ = _in_forward(layer_name)
+    metadata, layer, kv_cache, _ = get_attention_context(layer_name)
+    impl = cast(Attention, layer).impl
     if metadata is None:
         output.zero_()
-        layer.impl.reserve_workspace(query, layer.vllm_config)
+        impl.reserve_workspace(query, cast(Attention, layer).vllm_config)
     else:
-        layer.impl.forward(layer, query, key, value, kv_cache, metadata, output)
-
-
-def _without_grad(op: Callable[..., Any]) -> Callable[..., Any]:
-    """The pages are no part of an autograd graph, also where a model is called outside of inference mode."""
-
-    def run(*args: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return op(*args)
-        with torch.no_grad():
-            return op(*args)
-
-    return run
+        impl.forward(layer, query, key, value, kv_cache, metadata, output)
 
 
 def _register_ops() -> Any:
@@ -241,7 +200,7 @@ def _register_ops() -> Any:
     }
     for name, (op, fake) in ops.items():
         for device_type in ("CPU", "CUDA"):
-            library.impl(name, _without_grad(op), device_type)
+            library.impl(name, torch.no_grad()(op), device_type)  # pages are no part of an autograd graph
         torch.library.register_fake(f"minivllm::{name}", fake, lib=library)
     return library
 

@@ -21,7 +21,7 @@ class ChecksOverrides:
 
     An override may add optional parameters. It may not rename, move, drop or make keyword-only any parameter, nor
     require one that the base does not require. Holds for all methods but private (`__name`) and special ones, with
-    `__init__` included, over any number of levels and through mixins. A method marked @override must override one.
+    `__init__` included, over any number of levels and through mixins.
 
     Mirrors: none; vLLM has type checkers only.
     """
@@ -37,11 +37,6 @@ class ChecksOverrides:
 def _check_method(cls: type, name: str) -> None:
     owners = [base for base in cls.__mro__ if name in vars(base) and base is not object]
     newest = vars(owners[0])[name]
-    if len(owners) == 1 and owners[0] is cls and getattr(newest, "__override__", False):
-        raise TypeError(
-            f"{cls.__qualname__}.{name} is marked @override, but no base class of {cls.__qualname__} has a method of"
-            " that name: correct the name, or remove the mark"
-        )
     for base in owners[1:]:
         overridden = vars(base)[name]
         if not issubclass(base, ChecksOverrides) or not _is_method(overridden):

@@ -161,7 +161,7 @@ def test_metadata_without_pages_or_slots_is_a_clear_error() -> None:
     tokens = [batch.new_tokens(x).flatten(1) for x in (batch.queries, batch.keys, batch.values)]
     with (
         set_forward_context(metadata, layers=collect_layers(layer), slot_mapping={}),
-        pytest.raises(RuntimeError, match=r"'layers\.0\.attn' has no KV cache yet: bind its pages"),
+        pytest.raises(RuntimeError, match=r"'layers\.0\.attn' has metadata but no KV cache yet: bind its pages"),
     ):
         layer(*tokens)
     layer.kv_cache = batch.cache
@@ -178,12 +178,12 @@ def test_metadata_without_pages_or_slots_is_a_clear_error() -> None:
         ({"num_heads": 0}, "num_heads must be above 0, got 0"),
         ({"head_size": -1}, "head_size must be above 0, got -1"),
         ({"num_heads": 4, "num_kv_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
-        ({"per_layer_sliding_window": 0}, "per_layer_sliding_window must be above 0, got 0"),
+        ({"per_layer_sliding_window": 0}, "sliding_window must be above 0, got 0"),
         ({"attention_chunk_size": -4}, "attention_chunk_size must be above 0, got -4"),
         ({"logits_soft_cap": 0.0}, r"logits_soft_cap must be above 0, got 0\.0"),
         ({"per_layer_sliding_window": 4, "attention_chunk_size": 4}, "not both"),
-        ({"alibi_slopes": [0.5]}, r"alibi_slopes must have one value a head \(4\), got 1"),
-        ({"sinks": torch.zeros(5)}, r"sinks must have one value a head \(4\), got 5"),
+        ({"alibi_slopes": [0.5]}, r"alibi_slopes must have one value a head, 4, got \[1\]"),
+        ({"sinks": torch.zeros(5)}, r"sinks must have one value a head, 4, got \[5\]"),
         ({"kv_sharing_target_layer_name": "layers.0.attn"}, "cannot share its own KV cache"),
     ],
 )

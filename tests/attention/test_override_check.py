@@ -6,7 +6,6 @@ import functools
 from typing import Any
 
 import pytest
-from typing_extensions import override
 
 from minivllm.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadata, AttentionMetadataBuilder
 from minivllm.attention.backends.torch_paged import TorchPagedMetadataBuilder
@@ -119,14 +118,6 @@ def test_a_decorated_override_is_judged_by_what_it_wraps() -> None:
     define(_helper=decorate(lambda self, seq_lens: None))
     with pytest.raises(TypeError, match="_helper"):
         define(_helper=decorate(lambda self, lens: None))
-
-
-def test_override_that_overrides_nothing() -> None:
-    with pytest.raises(TypeError, match=r"_helpr is marked @override, but no base class"):
-
-        class Wrong(Base):
-            @override
-            def _helpr(self, seq_lens: int) -> None: ...
 
 
 def test_the_upstream_case_a_decode_builder_called_by_keyword() -> None:

@@ -45,13 +45,13 @@ def test_an_unknown_name_lists_the_known() -> None:
 def test_every_reason_and_the_alternatives_are_named() -> None:
     register_backend("narrow", NarrowBackend)
     with pytest.raises(ValueError) as caught:
-        get_attn_backend(80, torch.float32, "cpu", "Narrow", ["sinks", "alibi", "sliding_window"])
+        get_attn_backend(80, torch.float32, "cpu", "Narrow", ["sinks", "alibi_slopes", "sliding_window"])
     text = str(caught.value)
     assert "'Narrow' cannot serve a layer with head_size=80, torch.float32, device 'cpu'" in text
     assert "NARROW has no kernel for torch.float32, only for torch.float16" in text
     assert "NARROW does not run on 'cpu', only on cuda" in text
     assert "NARROW has no kernel for head_size=80: only 64, 128" in text
-    assert "NARROW does not support alibi, sinks" in text
+    assert "NARROW does not support alibi_slopes, sinks" in text
     assert text.endswith("Backends that can: TORCH")
 
 

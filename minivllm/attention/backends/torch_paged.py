@@ -19,13 +19,14 @@ cascade attention, quantised caches.
 from __future__ import annotations
 
 import threading
+from typing import get_args
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from typing_extensions import override
 
-from minivllm.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
+from minivllm.attention.backend import AttentionBackend, AttentionFeature, AttentionImpl, AttentionMetadataBuilder
 from minivllm.attention.backends.torch_plan import (
     MAX_GATHERED_KEYS,
     TILE,
@@ -47,9 +48,7 @@ class TorchPagedBackend(AttentionBackend):
 
     supported_dtypes = (torch.float32, torch.bfloat16, torch.float16)
     supported_devices = ("cpu", "cuda")
-    supported_features = frozenset(
-        ("sliding_window", "chunked_local", "logits_soft_cap", "alibi", "sinks", "non_causal", "kv_sharing")
-    )
+    supported_features = frozenset(get_args(AttentionFeature))
 
     @staticmethod
     @override
@@ -93,32 +92,22 @@ class TorchPagedMetadataBuilder(AttentionMetadataBuilder[TorchPagedMetadata]):
     ) -> TorchPagedMetadata:
         common = common_attn_metadata
         plan = BatchPlan(common, self.spec.num_kv_heads * self.spec.head_size, self.dtype)
-        return self._metadata(common.num_actual_tokens, plan, common.block_table_tensor, common.slot_mapping)
+        return self._metadata(plan, common.block_table_tensor, common.slot_mapping)
 
     @override
     def update_block_table(
         self, metadata: TorchPagedMetadata, blk_table: Tensor, slot_mapping: Tensor
     ) -> TorchPagedMetadata:
-        return self._metadata(metadata.num_actual_tokens, metadata.plan, blk_table, slot_mapping)
+        return self._metadata(metadata.plan, blk_table, slot_mapping)
 
-    def _metadata(
-        self, num_tokens: int, plan: BatchPlan, block_table: Tensor, slot_mapping: Tensor
-    ) -> TorchPagedMetadata:
-        slots = slot_mapping[:num_tokens]
-        owned = slots >= 0
-        tokens = None
-        if not bool(owned.all()):
-            tokens = owned.nonzero().flatten()
+    def _metadata(self, plan: BatchPlan, block_table: Tensor, slot_mapping: Tensor) -> TorchPagedMetadata:
+        slots, tokens = slot_mapping[: plan.num_tokens], None
+        if not bool((slots >= 0).all()):
+            tokens = (slots >= 0).nonzero().flatten()
             slots = slots[tokens]
         blocks = slots // self.spec.block_size
-        return TorchPagedMetadata(
-            num_actual_tokens=num_tokens,
-            plan=plan,
-            block_table=block_table,
-            write_tokens=tokens,
-            write_blocks=blocks,
-            write_offsets=slots - blocks * self.spec.block_size,
-        )
+        where = (blocks, slots - blocks * self.spec.block_size)
+        return TorchPagedMetadata(plan=plan, block_table=block_table, write_tokens=tokens, write_where=where)
 
 
 class _Workspace(threading.local):
@@ -152,12 +141,10 @@ class TorchPagedImpl(AttentionImpl[TorchPagedMetadata]):
         value: Tensor,
         kv_cache: Tensor,
         slot_mapping: Tensor,
-        attn_metadata: TorchPagedMetadata | None = None,
+        attn_metadata: TorchPagedMetadata,
     ) -> None:
-        if attn_metadata is None:
-            raise RuntimeError("TORCH writes K and V where its metadata says: pass attn_metadata")
-        where = (attn_metadata.write_blocks, attn_metadata.write_offsets)
-        tokens, count = attn_metadata.write_tokens, where[0].shape[0]
+        tokens, where = attn_metadata.write_tokens, attn_metadata.write_where
+        count = where[0].shape[0]
         if tokens is not None:
             key, value = key.index_select(0, tokens), value.index_select(0, tokens)
         elif key.shape[0] > count:  # padded beyond the slots
@@ -177,8 +164,8 @@ class TorchPagedImpl(AttentionImpl[TorchPagedMetadata]):
         attn_metadata: TorchPagedMetadata,
         output: Tensor,
     ) -> Tensor:
-        if output.shape[0] > attn_metadata.num_actual_tokens:
-            output[attn_metadata.num_actual_tokens :].zero_()
+        if output.shape[0] > attn_metadata.plan.num_tokens:
+            output[attn_metadata.plan.num_tokens :].zero_()
         rows = head_rows(kv_cache)
         for piece, index in attn_metadata.gathers(self.sliding_window, self.attention_chunk_size, kv_cache):
             gathered = _workspace.take(index.shape[0], self.head_size, kv_cache)

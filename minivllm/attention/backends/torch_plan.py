@@ -59,7 +59,7 @@ class BatchPlan:
     def __init__(self, common: CommonAttentionMetadata, key_elements: int, dtype: torch.dtype) -> None:
         self.starts: list[int] = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
         self.seq_lens: list[int] = common.seq_lens_cpu[: common.num_reqs].tolist()
-        self.causal = common.causal
+        self.num_tokens, self.causal = common.num_actual_tokens, common.causal
         self.key_elements = key_elements  # of one token's K
         self.dtype, self.device = dtype, common.block_table_tensor.device
         self._pieces: dict[tuple[int | None, int | None], list[Piece]] = {}
@@ -179,12 +179,10 @@ class TorchPagedMetadata(AttentionMetadata):
     Mirrors: vllm/v1/attention/backends/cpu_attn.py CPUAttentionMetadata.
     """
 
-    num_actual_tokens: int
     plan: BatchPlan
     block_table: Tensor  # [num_reqs, max_blocks] int32
     write_tokens: Tensor | None  # [n] int64, tokens that have a slot; None = all of them
-    write_blocks: Tensor  # [n] int64
-    write_offsets: Tensor  # [n] int64, within the block
+    write_where: tuple[Tensor, Tensor]  # [n] int64 each: block, and place within it
     _gathers: dict[tuple[object, ...], list[tuple[Piece, Tensor]]] = field(default_factory=dict)
 
     def gathers(self, window: int | None, chunk: int | None, kv_cache: Tensor) -> list[tuple[Piece, Tensor]]:
