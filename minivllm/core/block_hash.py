@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NewType, overload
+from typing import TYPE_CHECKING, Any, NewType
 
 if TYPE_CHECKING:
     from minivllm.request import Request
@@ -72,35 +72,14 @@ def make_block_hasher(block_size: int) -> Callable[[Request], list[BlockHash]]:
     return hasher
 
 
-class BlockHashListWithBlockSize(Sequence[BlockHash]):
-    """The hashes of blocks that are several hash blocks long: that of the last hash block inside each.
+def hashes_for(block_hashes: Sequence[BlockHash], hash_block_size: int, block_size: int) -> Sequence[BlockHash]:
+    """The hashes as a group with blocks of `block_size` tokens sees them.
+
+    A block that is several hash blocks long has the hash of the last one inside it, which covers the others too.
 
     Mirrors: vllm/v1/core/kv_cache_utils.py BlockHashListWithBlockSize.
     """
-
-    def __init__(self, block_hashes: Sequence[BlockHash], hash_block_size: int, block_size: int) -> None:
-        if block_size % hash_block_size:
-            raise ValueError(f"block_size={block_size} is not a multiple of the hash block size {hash_block_size}")
-        self._hashes = block_hashes
-        self._scale = block_size // hash_block_size
-
-    def __len__(self) -> int:
-        return len(self._hashes) // self._scale
-
-    @overload
-    def __getitem__(self, index: int) -> BlockHash: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[BlockHash]: ...
-    def __getitem__(self, index: int | slice) -> BlockHash | list[BlockHash]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        if not 0 <= index < len(self):
-            raise IndexError(f"block {index} of {len(self)}")
-        return self._hashes[(index + 1) * self._scale - 1]
-
-
-def hashes_for(block_hashes: Sequence[BlockHash], hash_block_size: int, block_size: int) -> Sequence[BlockHash]:
-    """The hashes as a group with blocks of `block_size` tokens sees them."""
-    if block_size == hash_block_size:
-        return block_hashes
-    return BlockHashListWithBlockSize(block_hashes, hash_block_size, block_size)
+    if block_size % hash_block_size:
+        raise ValueError(f"block_size={block_size} is not a multiple of the hash block size {hash_block_size}")
+    scale = block_size // hash_block_size
+    return block_hashes if scale == 1 else block_hashes[scale - 1 :: scale]

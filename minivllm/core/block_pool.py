@@ -31,8 +31,8 @@ class KVCacheBlock:
         self.ref_cnt = 0
         self.block_hash: CacheKey | None = None
         self.is_null = False
-        self.prev_free_block: KVCacheBlock | None = None
-        self.next_free_block: KVCacheBlock | None = None
+        # Its neighbours in the free queue; itself while it is not in there.
+        self.prev_free_block = self.next_free_block = self
 
     def __repr__(self) -> str:
         cached = "" if self.block_hash is None else ", cached"
@@ -51,7 +51,6 @@ class FreeKVCacheBlockQueue:
         self.num_free_blocks = 0
         # A sentinel before the head and after the tail, so that no end is a special case.
         self._ends = KVCacheBlock(BlockId(-1))
-        self._ends.prev_free_block = self._ends.next_free_block = self._ends
         self.append_n(blocks)
 
     def popleft_n(self, n: int) -> list[KVCacheBlock]:
@@ -61,12 +60,10 @@ class FreeKVCacheBlockQueue:
         taken: list[KVCacheBlock] = []
         block = self._ends.next_free_block
         for _ in range(n):
-            assert block is not None
             taken.append(block)
             following = block.next_free_block
-            block.prev_free_block = block.next_free_block = None
+            block.prev_free_block = block.next_free_block = block
             block = following
-        assert block is not None
         self._ends.next_free_block, block.prev_free_block = block, self._ends
         self.num_free_blocks -= n
         return taken
@@ -74,17 +71,15 @@ class FreeKVCacheBlockQueue:
     def remove(self, block: KVCacheBlock) -> None:
         """Take a block out, wherever it stands."""
         before, after = block.prev_free_block, block.next_free_block
-        if before is None or after is None:
+        if before is block:
             raise RuntimeError(f"{block} is not in the free queue")
         before.next_free_block, after.prev_free_block = after, before
-        block.prev_free_block = block.next_free_block = None
+        block.prev_free_block = block.next_free_block = block
         self.num_free_blocks -= 1
 
     def append_n(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Put blocks at the end, in their order."""
-        last = self._ends.prev_free_block
-        assert last is not None
-        self._insert_after(last, blocks)
+        self._insert_after(self._ends.prev_free_block, blocks)
 
     def prepend_n(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Put blocks at the front: the first of them is handed out next."""
@@ -92,7 +87,6 @@ class FreeKVCacheBlockQueue:
 
     def _insert_after(self, before: KVCacheBlock, blocks: Sequence[KVCacheBlock]) -> None:
         after = before.next_free_block
-        assert after is not None
         for block in blocks:
             before.next_free_block = block
             block.prev_free_block = before
@@ -101,18 +95,16 @@ class FreeKVCacheBlockQueue:
         self.num_free_blocks += len(blocks)
 
     def get_all_free_blocks(self) -> list[KVCacheBlock]:
-        """All free blocks in order. RuntimeError where the links are broken, so it never walks for ever."""
+        """All free blocks in order. RuntimeError where links or count are wrong, so it never walks for ever."""
         found: list[KVCacheBlock] = []
         before, block = self._ends, self._ends.next_free_block
-        while block is not self._ends:
-            if block is None or block.prev_free_block is not before or len(found) == self.num_free_blocks:
-                raise RuntimeError(
-                    f"the free queue of {self.num_free_blocks} blocks is broken: {before} links to {block}"
-                )
+        while block is not self._ends and block.prev_free_block is before and len(found) < self.num_free_blocks:
             found.append(block)
             before, block = block, block.next_free_block
-        if before is not self._ends.prev_free_block or len(found) != self.num_free_blocks:
-            raise RuntimeError(f"the free queue counts {self.num_free_blocks} blocks and holds {len(found)}")
+        if (block, block.prev_free_block, len(found)) != (self._ends, before, self.num_free_blocks):
+            raise RuntimeError(
+                f"the free queue of {self.num_free_blocks} blocks is broken after {len(found)}: {before} -> {block}"
+            )
         return found
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from golden_cases import cases
 
-from minivllm.core.block_hash import BlockHash, BlockHashListWithBlockSize, make_block_hasher
+from minivllm.core.block_hash import BlockHash, hashes_for, make_block_hasher
 from minivllm.request import LoRARequest, MultiModalFeature, Request
 from minivllm.sampling.params import SamplingParams
 
@@ -51,6 +51,6 @@ def test_block_hash(case: dict[str, Any]) -> None:
     assert classes(hashes, numbers) == case["classes"]
     if case["kind"] == "coarser_group_block":
         fields |= {"group_block_size", "group_classes"}
-        coarse = [BlockHashListWithBlockSize(h, case["block_size"], case["group_block_size"]) for h in hashes]
+        coarse = [hashes_for(h, case["block_size"], case["group_block_size"]) for h in hashes]
         assert classes(coarse, numbers) == case["group_classes"]
     assert set(case) == fields
