@@ -180,7 +180,10 @@ class BlockPool:
         for block in ordered_blocks:
             if block.ref_cnt == 1:
                 block.ref_cnt = 0
-                (uncached if block.block_hash is None else cached).append(block)
+                if block.block_hash is None:
+                    uncached.append(block)
+                else:
+                    cached.append(block)
             elif block.ref_cnt > 1:
                 block.ref_cnt -= 1
             elif not block.is_null:
