@@ -34,8 +34,6 @@ class IncrementalDetokenizer:
         self._finished = False
         self._special: dict[int, str] = {}  # filled where no spaces may stand between special tokens
         self._last_special = False
-        self._recent: list[int] = []  # the last token that gave text (if any did), and those after it
-        self._num_shown = 0  # how many of these gave text
         self._backend: Any = None
         if tokenizer is not None and params.detokenize:
             self._backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -73,21 +71,15 @@ class IncrementalDetokenizer:
             return None
         stop_token = finish_reason == "stop" and not self._params.include_stop_str_in_output
         for token in new_token_ids[:-1] if stop_token else new_token_ids:
-            self._num_tokens += 1
-            piece, special = self._decode(token), self._special.get(token)
-            if (found := self._append(special if special is not None and self._last_special else piece)) is not None:
-                return found
+            before, piece, special = len(self._full), self._decode(token), self._special.get(token)
+            self._full += special if special is not None and self._last_special else piece
             self._last_special = special is not None
-        return self._append(self._rest()) if self._finished else None
-
-    def _append(self, piece: str) -> str | None:
-        """Add text; returns the stop string that it completes, where the text now ends."""
-        before = len(self._full)
-        self._full += piece
-        # A stop string may begin in the text of the first min_tokens tokens, but not end there.
-        found = self._find_stop(before) if piece and self._num_tokens > self._params.min_tokens else None
-        self._finished = self._finished or found is not None
-        return found
+            self._num_tokens += 1
+            # A stop string may begin in the text of the first min_tokens tokens, but not end there.
+            if self._num_tokens > self._params.min_tokens and (found := self._find_stop(before)) is not None:
+                self._finished = True
+                return found
+        return None
 
     def _find_stop(self, before: int) -> str | None:
         """The stop string that ends first in the text since `before`; cuts the text there."""
@@ -107,26 +99,10 @@ class IncrementalDetokenizer:
     def _decode(self, token: int) -> str:
         """The text that `token` completes; "" while a character is unfinished."""
         try:
-            text = self._stream.step(self._backend, token)
+            return self._stream.step(self._backend, token) or ""
         except Exception as error:
             # An invalid byte sequence can leave the stream with a prefix it cannot continue: begin a new one there.
             if "Invalid prefix" not in str(error):
                 raise
             self._new_stream()
-            text = self._stream.step(self._backend, token)
-        if text:
-            self._recent, self._num_shown = [token], 1
-        else:
-            self._recent.append(token)
-        return text or ""
-
-    def _rest(self) -> str:
-        """The whole characters in tokens that end in half a character: none will come to complete it."""
-        if len(self._recent) == self._num_shown:
-            return ""
-        skip = self._params.skip_special_tokens
-        shown, text = (
-            self._backend.decode(ids, skip_special_tokens=skip)
-            for ids in (self._recent[: self._num_shown], self._recent)
-        )
-        return str(text[len(shown) :].rstrip("\ufffd"))
+            return self._stream.step(self._backend, token) or ""

@@ -46,9 +46,9 @@ class SamplingMetadata:
     max_top_k: int = 0  # the largest top_k that is on
     top_p: Tensor | None = None  # [m] float32; 1 where off
     forbidden: Tensor | None = None  # [n, vocab_size] bool: not in allowed_token_ids
-    bias: tuple[Tensor, Tensor, Tensor] | None = None  # rows, token ids, values of every logit_bias
     bad_words_rows: list[int] = field(default_factory=list)
     min_tokens_rows: list[int] = field(default_factory=list)
+    bias_rows: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)  # row, token ids, values
     penalty_rows: list[tuple[int, Tensor]] = field(default_factory=list)  # row, each token of its prompt once
     max_num_logprobs: int | None = None  # over all rows; vocab_size for -1
 
@@ -84,29 +84,19 @@ class SamplingMetadata:
         if any(p.allowed_token_ids is not None for p in params):
             meta.forbidden = torch.zeros(len(rows), vocab_size, dtype=torch.bool, device=device)
         for index, p in enumerate(params):
+            if p.logit_bias:
+                tokens, values = (torch.tensor(list(each), device=device) for each in zip(*p.logit_bias.items()))
+                meta.bias_rows.append((index, tokens, values.float()))
             if p.repetition_penalty != 1.0 or p.frequency_penalty or p.presence_penalty:
                 prompt = torch.tensor(rows[index].prompt_token_ids, dtype=torch.int64, device=device)
                 meta.penalty_rows.append((index, torch.unique(prompt)))
             if meta.forbidden is not None and p.allowed_token_ids is not None:
                 meta.forbidden[index] = True
                 meta.forbidden[index, torch.tensor(p.allowed_token_ids, device=device)] = False
-        entries = [(i, token, value) for i, p in enumerate(params) for token, value in (p.logit_bias or {}).items()]
-        if entries:
-            where, tokens, values = zip(*entries, strict=True)
-            meta.bias = (
-                torch.tensor(where, device=device),
-                torch.tensor(tokens, device=device),
-                torch.tensor(values, dtype=torch.float32, device=device),
-            )
         return meta
 
     @property
     def changes_logits(self) -> bool:
         """Whether anything but temperature and the cuts (min_p, top_k, top_p) is asked for."""
-        return bool(
-            self.forbidden is not None
-            or self.bias is not None
-            or self.bad_words_rows
-            or self.min_tokens_rows
-            or self.penalty_rows
-        )
+        by_row = (self.bad_words_rows, self.min_tokens_rows, self.bias_rows, self.penalty_rows)
+        return self.forbidden is not None or any(by_row)

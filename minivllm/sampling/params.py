@@ -118,15 +118,12 @@ class SamplingParams:
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
                 raise TypeError(f"logit_bias must be a dict of token id to number, got {self.logit_bias!r}.")
-            biases: dict[int, float] = {}
-            for key, value in self.logit_bias.items():
-                # A bias from JSON has its token ids as strings.
-                token = int(key) if isinstance(key, str) and key.strip().isdecimal() else key
+            # A bias from JSON has its token ids as strings.
+            self._set(logit_bias={int(k) if str(k).isdecimal() else k: v for k, v in self.logit_bias.items()})
+            for token, value in self.logit_bias.items():
                 _integer("every token id of logit_bias", token)
                 _number(f"logit_bias of token {token}", value)
                 _require(value < math.inf, f"logit_bias of token {token} must be below infinity, got {value}.")
-                biases[token] = value
-            self._set(logit_bias=biases)
         if self.seed == -1:
             self._set(seed=None)
         self._set(all_stop_token_ids=frozenset(self.stop_token_ids or ()))
@@ -155,10 +152,8 @@ class SamplingParams:
             value = getattr(self, name)
             _require(value is None or value >= -1, f"{name} must be non-negative or -1, got {value}.")
         _require(all(self.stop or ()), "stop cannot contain an empty string.")
-        _require(
-            self.detokenize or not self.stop,
-            "stop strings are only supported when detokenize is True. Set detokenize=True to use stop.",
-        )
+        needs_text = "stop strings are only supported when detokenize is True. Set detokenize=True to use stop."
+        _require(self.detokenize or not self.stop, needs_text)
         words = list(self.bad_words or ())
         _require(all(words), f"bad_words cannot contain an empty string. Got bad_words={words}")
         # What torch's generators take; each of the n samples adds its index.
@@ -211,21 +206,16 @@ class SamplingParams:
 
     def for_sample(self, index: int) -> SamplingParams:
         """The settings of one of the `n` samples: a stream of its own, derived from the seed."""
-        if self.n == 1:
-            return self
         sample = copy.copy(self)
         sample._set(n=1, seed=None if self.seed is None else self.seed + index)
         return sample
 
 
-def _tokenize_bad_words(words: Sequence[str], tokenizer: Any | None) -> tuple[tuple[int, ...], ...]:
+def _tokenize_bad_words(words: Sequence[str], tokenizer: Any) -> tuple[tuple[int, ...], ...]:
     """Each word at the start of a text and after a space, where these are different tokens of equal number."""
     sequences: list[tuple[int, ...]] = []
     for word in words:
-        assert tokenizer is not None  # resolve() has refused words without one
-        bare, spaced = (
-            tuple(tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False)) for prefix in ("", " ")
-        )
+        bare, spaced = (tuple(tokenizer.encode(p + word.lstrip(), add_special_tokens=False)) for p in ("", " "))
         _require(bool(bare), f"bad_words entries must tokenize to at least one token, got {word!r}.")
         sequences.append(bare)
         if len(spaced) == len(bare) and spaced[0] != bare[0]:

@@ -17,7 +17,6 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from minivllm.outputs import Logprob, TokenLogprobs
 from minivllm.sampling.metadata import SamplingMetadata, SamplingRow
@@ -25,7 +24,6 @@ from minivllm.sampling.params import SamplingParams
 
 LogprobsMode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
 _TOP_P_WIDTH = 128  # the first guess at how many tokens a top_p mass needs
-_BLOCK = 256  # tokens in a block of the draw
 
 
 class LogprobsTensors(NamedTuple):
@@ -117,7 +115,6 @@ class Sampler:
     def _draw(self, logits: Tensor, metadata: SamplingMetadata) -> Tensor:  # [m, vocab_size] -> [m] int64
         if self._generator is None:
             self._generator = torch.Generator(logits.device).manual_seed(self._seed)
-        # float64: a float32 sum over a large vocabulary would move the borders between tokens
         at = torch.rand(len(logits), 1, generator=self._generator, device=logits.device, dtype=torch.float64)
         for index, row in enumerate(metadata.random):
             if row.generator is not None:
@@ -132,31 +129,17 @@ def _few_rows(logits: Tensor) -> list[slice]:
 
 
 def _pick(logits: Tensor, at: Tensor) -> Tensor:
-    """The token at which each row's probability, summed from the left, passes `at`: its block first, then the token.
+    """The token at which each row's probability, summed from the left, passes `at`; never one of probability 0.
 
     logits: [m, vocab_size] float32; at: [m, 1] float64 in [0, 1). Returns [m] int64, inside the vocabulary even where
     logits are NaN.
     """
-    probs = pad(logits.softmax(-1), (0, -logits.shape[1] % _BLOCK)).view(len(logits), -1, _BLOCK)
-    block, at = _locate(probs.sum(-1).double(), at)
-    inside = probs.gather(1, block[:, :, None].expand(-1, -1, _BLOCK)).squeeze(1)
-    token, _ = _locate(inside.double(), at)
-    return (block * _BLOCK + token).squeeze(1).clamp_(max=logits.shape[1] - 1)
-
-
-def _locate(mass: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-    """Where each row's mass, summed from the left, passes the fraction `at` of its whole.
-
-    mass: [m, k] float64; at: [m, 1] float64 in [0, 1]. Returns the places [m, 1], never one without mass, and how far
-    into the mass there `at` lies, again in [0, 1].
-    """
-    cumulated = mass.cumsum(-1)
-    whole = cumulated[:, -1:]
-    # Just below the whole at most, or rounding could point past the last mass.
+    # float64: a float32 sum over a large vocabulary would move the borders between tokens
+    gathered = logits.softmax(-1).double().cumsum(-1)
+    whole = gathered[:, -1:]
+    # Below the whole, or rounding could point past the last token that has any probability.
     target = torch.minimum(at * whole, whole.nextafter(torch.zeros_like(whole)))
-    place = torch.searchsorted(cumulated, target, right=True).clamp_(max=mass.shape[1] - 1)
-    here = mass.gather(1, place)
-    return place, ((target - cumulated.gather(1, place) + here) / here).clamp_(0, 1)
+    return torch.searchsorted(gathered, target, right=True).squeeze(1).clamp_(max=logits.shape[1] - 1)
 
 
 def apply_masks_and_penalties(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
@@ -173,9 +156,8 @@ def apply_masks_and_penalties(logits: Tensor, metadata: SamplingMetadata) -> Ten
         params = metadata.rows[index].params
         if len(metadata.rows[index].output_token_ids) < params.min_tokens:
             logits[index, list(params.all_stop_token_ids)] = -torch.inf
-    if metadata.bias is not None:
-        rows, tokens, values = metadata.bias
-        logits.index_put_((rows, tokens), values, accumulate=True)
+    for index, tokens, values in metadata.bias_rows:
+        logits[index, tokens] += values
     for index, prompt in metadata.penalty_rows:
         row = metadata.rows[index]
         _apply_penalties(logits[index], prompt, row.output_token_ids, row.params)

@@ -111,7 +111,9 @@ def test_real_tokenizer_cut_within_a_character(smollm2: Any) -> None:
     ids = smollm2.encode("Hi 🇪🇺")
     for end in range(1, len(ids) + 1):
         shown, _ = stream(make(smollm2, smollm2.encode("Hello")), ids[:end])
-        assert shown[-1] == smollm2.decode(ids[:end]).rstrip("\ufffd")
+        # A token's text comes when its last character is whole, so a space before half a character waits with it.
+        whole = max(n for n in range(end + 1) if not smollm2.decode(ids[:n]).endswith("\ufffd"))
+        assert shown[-1] == smollm2.decode(ids[:whole])
 
 
 def test_real_tokenizer_special_tokens(smollm2: Any) -> None:
@@ -196,7 +198,7 @@ def test_a_slow_tokenizer_is_refused() -> None:
         ("one two three", "two", "one ", "two"),
         ("one two three", ["three", "o th"], "one tw", "o th"),  # across words, and tokens
         ("one two three", ["e t", "ne tw"], "on", "e t"),  # both in one word: the one that ends first
-        ("one two three", ["two", "wo"], "one ", "two"),  # both end together: the longer one
+        ("one two three", ["two", "wo"], "one ", "two"),  # both end together: the first of the list
         ("aaab", "aab", "a", "aab"),
         ("stop", "stop", "", "stop"),
         ("日本🎉語", "🎉", "日本", "🎉"),
@@ -236,16 +238,6 @@ def test_text_that_may_become_a_stop_string_is_held_back() -> None:
     assert "Hello <end of the".startswith(detokenizer.text)
     detokenizer.update([], "abort")
     assert detokenizer.text == "Hello <end of the"
-
-
-def test_a_stop_string_in_the_last_whole_characters(smollm2: Any) -> None:
-    """A token may hold whole characters and the first bytes of another one."""
-    space_and_more = next(
-        token for token in range(17, 2000) if (text := smollm2.decode([token])).startswith(" ") and "\ufffd" in text
-    )
-    ids = [*smollm2.encode("Hi"), space_and_more]
-    assert stream(make(smollm2), ids)[0] == ["Hi", "Hi "]
-    assert stream(make(smollm2, stop="i "), ids) == (["H", "H"], "i ")
 
 
 def test_no_stop_string_within_min_tokens() -> None:
