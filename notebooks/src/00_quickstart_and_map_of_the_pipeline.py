@@ -240,9 +240,19 @@ def step(engine):
 # %%
 from minivllm.viz.structures import BlockTableView, SlotMappingView
 
-engine = restart()
+engine, shapes = restart(), {}
+
+
+def look(module, args, hidden):
+    """Called after each run of the model, with what went in and what came out."""
+    shapes.setdefault("input_ids, positions", [tuple(each.shape) for each in args])
+    shapes.setdefault("hidden", tuple(hidden.shape))
+
+
+hook = engine.model_runner.model.register_forward_hook(look)
 engine.add_request("A", prompt, SamplingParams(temperature=0.0, max_tokens=3))
 scheduled, result, outputs = step(engine)
+hook.remove()
 table = engine.model_runner.input_batch.block_table[0]
 slots = SlotMappingView.of(table, ["A"], [0, 6], range(6))
 blocks = BlockTableView.of(table, ["A"])
@@ -277,9 +287,22 @@ assert [slot for _, _, slot in slots.tokens] == [4, 5, 6, 7, 8, 9], (
 slots
 
 # %% [markdown]
-# The model ran on all six tokens, but logits are computed for the last one only, and the
-# sampler took the likeliest token. **Stage 3** appends it to the request; the output
-# processor turns it into text.
+# The model itself saw two flat arrays: no padding, no rectangle of `[batch, length]`, and
+# nothing of slots or blocks. Those reached its attention layers through the *forward
+# context* (notebook 01).
+
+# %%
+hidden = torch.randn(shapes["hidden"])
+logits = engine.model_runner.model.compute_logits(hidden[-1:])
+for name, shape in shapes.items():
+    print(name, shape)
+print("logits", tuple(logits.shape), "= (requests that sample, vocabulary)")
+assert shapes["hidden"] == (6, 576), "one row for each of the step's tokens"
+
+# %% [markdown]
+# The model ran on all six tokens, but logits are needed for the last one only (its row
+# is the request's entry in `logits_indices`). The sampler took the likeliest token.
+# **Stage 3** appends it to the request; the output processor turns it into text.
 
 # %%
 print("sampled_token_ids", result.sampled_token_ids)

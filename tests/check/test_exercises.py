@@ -15,6 +15,12 @@ import torch
 
 from minivllm import check
 from minivllm.check.exercise import Exercise, NotWritten, WrongAnswer, first_difference, same
+from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
+from minivllm.core.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from minivllm.core.scheduler import Scheduler
+from minivllm.outputs import ModelRunnerOutput
+from minivllm.request import Request
+from minivllm.sampling.params import SamplingParams
 from minivllm.worker.block_table import BlockTable
 
 ROOT = Path(__file__).parent.parent.parent
@@ -318,7 +324,72 @@ def test_the_difference_is_explained(got: Any, want: Any, message: str) -> None:
     assert re.search(message, first_difference(got, want))
 
 
-# The solutions themselves, against the real classes.
+# The solutions themselves, against the real classes or what they are defined by.
+
+
+@pytest.mark.parametrize("i", range(20))
+def test_solution_00_takes_the_likeliest_token_each_time(i: int) -> None:
+    given = check.ex00.inputs(random.Random(f"t{i}"), i)
+    output = check.ex00.solution(**given)
+    for place, token in enumerate(output):
+        logits = given["logits_of"](given["prompt_token_ids"] + output[:place])
+        assert max(range(len(logits)), key=logits.__getitem__) == token
+    assert given["eos_token_id"] not in output[:-1]
+    assert len(output) == given["max_tokens"] or output[-1] == given["eos_token_id"]
+
+
+@pytest.mark.parametrize("i", range(10))
+def test_solution_00_2_against_the_scheduler(i: int) -> None:
+    given = check.ex00_2.inputs(random.Random(f"t{i}"), i)
+    spec = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
+    config = VllmConfig(
+        model_config=ModelConfig(model="toy", hf_config=None, dtype="float32", max_model_len=128),
+        cache_config=CacheConfig(block_size=4, enable_prefix_caching=False),
+        scheduler_config=SchedulerConfig(max_num_batched_tokens=given["token_budget"], max_num_seqs=2),
+    )
+    groups = (KVCacheGroupSpec(layer_names=("attn",), kv_cache_spec=spec),)
+    scheduler = Scheduler(config, KVCacheConfig(num_blocks=64, kv_cache_tensors=(), kv_cache_groups=groups))
+    params = SamplingParams(max_tokens=given["max_tokens"], ignore_eos=True)
+    request = Request("A", [1] * given["num_prompt_tokens"], params)
+    scheduler.add_request(request)
+    steps = []
+    while scheduler.has_unfinished_requests():
+        scheduled = scheduler.schedule()
+        steps.append(scheduled.num_scheduled_tokens["A"])
+        sampled = [[5] if request.num_computed_tokens == request.num_tokens else []]
+        scheduler.update_from_output(scheduled, ModelRunnerOutput(req_ids=["A"], sampled_token_ids=sampled))
+    assert check.ex00_2.solution(**given) == steps
+
+
+def test_solution_01_restores_what_was_current() -> None:
+    nested = {"contexts": ["a", "b"], "innermost_raises": False}
+    assert check.ex01.observe(check.ex01.solution, nested) == ["a", "b", "b", "a", "result", None]
+    failing = {"contexts": ["a", "b"], "innermost_raises": True}
+    assert check.ex01.observe(check.ex01.solution, failing) == ["a", "b", "raised", None]
+
+
+def test_solution_01_2() -> None:
+    assert check.ex01_2.solution([["x", "y"], ["z"]], ["m", "n"]) == {"x": "m", "y": "m", "z": "n"}
+    with pytest.raises(ValueError, match="layer x is in two groups"):
+        check.ex01_2.solution([["x"], ["x"]], ["m", "n"])
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_solutions_02_give_back_what_was_written_and_nothing_else(seed: int) -> None:
+    """With slots of the real block table: scattered, padded, gathered."""
+    rng = random.Random(seed)
+    block_size, blocks = rng.choice([1, 2, 4]), rng.sample(range(1, 9), 3)
+    length = rng.randint(2 * block_size + 1, 3 * block_size)
+    table = BlockTable(block_size, 1, 4, length + 3, "cpu")
+    table.append_row(blocks, 0)
+    table.compute_slot_mapping(1, torch.tensor([0, length]), torch.arange(length))
+    key, value = torch.randn(2, length + 3, 2, 4)
+    cache = torch.full((9, 2, block_size, 2, 4), torch.nan)
+    check.ex02.solution(key, value, cache, table.slot_mapping)
+    assert cache[:, 0, :, 0, 0].isnan().logical_not().sum() == length
+    keys, values = check.ex02_2.solution(cache, blocks, length)
+    assert torch.equal(keys, key[:length])
+    assert torch.equal(values, value[:length])
 
 
 @pytest.mark.parametrize("i", range(20))

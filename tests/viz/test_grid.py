@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from minivllm.attention.metadata import CommonAttentionMetadata
+from minivllm.core.block_hash import BlockHash
+from minivllm.core.block_pool import BlockPool
 from minivllm.core.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -21,6 +23,8 @@ from minivllm.core.kv_cache_interface import (
     KVCacheTensor,
     SlidingWindowSpec,
 )
+from minivllm.core.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from minivllm.sampling.params import SamplingParams
 from minivllm.viz.grid import INK, PALETTE, PAPER, Cell, Grid, ascii_grid, mark_changes, owner, svg_grid
 from minivllm.viz.structures import (
     AttentionMetadataView,
@@ -215,6 +219,59 @@ def test_what_the_views_say() -> None:
     assert "B 3" in repr(CacheView.of(8, 4, {"B": ([7], 4)}))
     assert "A+B 0" in repr(CacheView.of(8, 4, {"A": ([7], 4), "B": ([7], 4)}))
     assert [start for start, _, _ in groups().layers] == [0, 0, 2560, 2560]
+
+
+def test_the_pool_as_it_is() -> None:
+    pool = BlockPool(num_gpu_blocks=6, enable_caching=True, hash_block_size=4)
+    first, second, third = pool.get_new_blocks(3)
+    pool.cache_block(first, BlockHash(b"one"), group_id=0)
+    pool.cache_block(second, BlockHash(b"one"), group_id=0)
+    pool.touch([first])
+    pool.free_blocks([second, third])
+    assert KVPoolView.of(pool) == KVPoolView(
+        ref_counts=(0, 2, 0, 0, 0, 0), hashes=("", "h0", "h0", "", "", ""), free_queue=(3, 4, 5, 2)
+    )
+    states = [cell.text for cell in KVPoolView.of(pool).grid().rows[0][1]]
+    assert states == ["null", "used", "cached", "free", "free", "free"]
+
+
+def test_the_timeline_of_scheduler_outputs() -> None:
+    def new(name: str, length: int, hit: int = 0) -> NewRequestData:
+        params = SamplingParams()
+        return NewRequestData(
+            req_id=name,
+            prompt_token_ids=[1] * length,
+            sampling_params=params,
+            block_ids=([1],),
+            num_computed_tokens=hit,
+        )
+
+    def output(
+        news: list[NewRequestData], cached: dict[str, int], tokens: dict[str, int], *out: str
+    ) -> SchedulerOutput:
+        data = CachedRequestData(req_ids=list(cached), num_computed_tokens=list(cached.values()))
+        total = sum(tokens.values())
+        return SchedulerOutput(
+            scheduled_new_reqs=news,
+            scheduled_cached_reqs=data,
+            num_scheduled_tokens=tokens,
+            total_num_scheduled_tokens=total,
+            preempted_req_ids=list(out),
+        )
+
+    view = TimelineView.of(
+        [
+            output([new("A", 6), new("B", 9, hit=8)], {}, {"A": 4, "B": 1}),
+            output([], {"A": 4, "B": 9}, {"A": 2, "B": 1}),
+            output([], {"A": 6}, {"A": 1}, "B"),
+        ]
+    )
+    assert view.steps == (
+        (("A", "prefill", 4), ("B", "prefill", 1)),
+        (("A", "prefill", 2), ("B", "decode", 1)),
+        (("A", "decode", 1), ("B", "preempted", 0)),
+    )
+    assert [cell.text for cell in view.grid().rows[-1][1]] == ["5", "3", "1"]
 
 
 def test_owners_repeat_after_six() -> None:
