@@ -145,6 +145,14 @@ def test_bad_words_at_the_start_and_after_a_space() -> None:
     assert resolve(SamplingParams(), tokenizer=None).bad_words_token_ids == ()
 
 
+def test_bad_words_where_the_space_changes_nothing() -> None:
+    class Strips(Words):
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            return super().encode(text.lstrip(), add_special_tokens)
+
+    assert resolve(SamplingParams(bad_words=["cat"]), tokenizer=Strips()).bad_words_token_ids == ((3,),)
+
+
 @pytest.mark.parametrize(
     ("settings", "changes", "says"),
     [

@@ -213,6 +213,8 @@ def test_the_draw_at_its_ends() -> None:
     assert first[:3].tolist() == [300, 5, 0]
     assert last[:3].tolist() == [699, 999, 0]
     assert middle[:3].tolist() == [500, 999, 0]
+    # A fraction that rounding has brought to the whole itself still points at a token with a probability.
+    assert _pick(logits, torch.ones(4, 1, dtype=torch.float64))[:3].tolist() == [699, 999, 0]
     probs = logits[3].softmax(0)
     assert probs[first[3]] > 0
     assert probs[last[3]] > 0
