@@ -35,6 +35,9 @@ torch.set_printoptions(precision=3, sci_mode=False, linewidth=88)
 #
 # `minivllm` is vLLM's pipeline made small: the same names, the same decisions, the same
 # numbers. In this notebook you use it, then take one step apart.
+#
+# Now and then a text ends with **Predict**. Decide on an answer before you look at the
+# cell below it, then run the cell: the message of its `assert` says why.
 
 # %% [markdown]
 # ## A first answer

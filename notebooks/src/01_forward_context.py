@@ -480,7 +480,7 @@ def spy(graph_module, example_inputs):
     """A compiler backend that only looks."""
     for node in graph_module.graph.nodes:
         if node.op == "call_function" and "minivllm" in str(node.target):
-            ops.append(str(node.target))
+            ops.append(str(node.target).split(".")[1])
     inputs.extend(tuple(each.shape) for each in example_inputs)
     return graph_module.forward
 

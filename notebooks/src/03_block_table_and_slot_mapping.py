@@ -226,7 +226,8 @@ SlotMappingView.of(table, ["A", "B"], query_start_loc, positions, padded_to=8)
 # the row. Let us watch request `A` go from 6 tokens to 10; the pool hands out block 3,
 # then whatever is free.
 #
-# **Predict:** at which positions does the row grow? (Think of position 8.)
+# **Predict:** the steps compute the positions 6, 7, 8 and 9. In which of them does the row
+# grow?
 
 # %% predict
 trace, appended_at, free = [], [], [3, 6]
