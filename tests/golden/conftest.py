@@ -1,4 +1,4 @@
-"""Golden tests run on `tests/golden/data` or on any folder of the same files: `pytest tests/golden --golden-dir DIR`."""
+"""Golden tests run on `tests/golden/data`, or on a folder of such files: `pytest tests/golden --golden-dir DIR`."""
 
 import sys
 from pathlib import Path
