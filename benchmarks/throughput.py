@@ -101,7 +101,7 @@ def transformers_twin(llm: LLM) -> torch.nn.Module:
     """Transformers' own model holding the very weights that `llm` loaded."""
     from transformers import AutoModelForCausalLM
 
-    from minivllm.models.loader import weight_stream, resolve_model
+    from minivllm.models.loader import resolve_model, weight_stream
 
     config = llm.llm_engine.vllm_config.model_config
     dtype = getattr(torch, config.dtype)
@@ -151,7 +151,9 @@ def main() -> None:
         "load_seconds": round(load_seconds, 2),
     }
     ours = {name: figures(work := workload(name, vocab_size), minivllm_seconds(llm, work, args.runs)) for name in names}
-    weights = sum(p.numel() * getattr(torch, args.dtype).itemsize for p in llm.llm_engine.model_runner.model.parameters())
+    weights = sum(
+        p.numel() * getattr(torch, args.dtype).itemsize for p in llm.llm_engine.model_runner.model.parameters()
+    )
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     result["minivllm"] = ours
     result["peak_mib"] = round(peak / 2**20)

@@ -32,7 +32,8 @@ class LLM:
     tokenizer: a folder or name to read another tokenizer from. dtype: "auto" (the checkpoint's, at most 16 bits) or a
     torch dtype's name. device: "auto" is "cuda" where there is one, else "cpu". block_size: tokens a KV block.
     max_model_len: tokens of one sequence, prompt and output; None takes the model's own limit.
-    max_num_seqs: sequences in one step; None is 256, or the tokens of a step where those are fewer. max_num_batched_tokens: tokens of one step.
+    max_num_seqs: sequences in one step; None is 256, or max_num_batched_tokens where that is less.
+    max_num_batched_tokens: tokens of one step.
     gpu_memory_utilization: the fraction of the device's memory that weights, workspace and cache may take.
     kv_cache_memory_bytes: bytes for the KV cache instead. num_gpu_blocks_override: blocks instead of any measuring.
     seed: of the engine's own generator, for requests that bring no seed.

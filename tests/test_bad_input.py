@@ -174,5 +174,5 @@ def test_models_that_are_not_there(tmp_path: Path) -> None:
         LLM(str(tmp_path / "nothing"))
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF\x03\x00\x00\x00 and then nothing more")
-    with pytest.raises(ValueError, match="broken.gguf"):
+    with pytest.raises(ValueError, match=r"broken\.gguf"):
         LLM(str(broken))

@@ -1,4 +1,4 @@
-"""The user face on the real SmolLM2-135M-Instruct: generate, chat, stream, n, seeds, stops, log-probabilities, shell."""
+"""The user face on the real SmolLM2-135M-Instruct: generate, chat, stream, seeds, stops, log-probabilities, shell."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_logprobs_and_prompt_logprobs(llm: LLM) -> None:
 def test_greedy_equals_transformers_on_the_real_weights(llm: LLM) -> None:
     from transformers import LlamaForCausalLM
 
-    from minivllm.models.loader import weight_stream, resolve_model
+    from minivllm.models.loader import resolve_model, weight_stream
 
     config = llm.llm_engine.vllm_config.model_config.hf_config
     twin = LlamaForCausalLM(config).eval()
