@@ -124,9 +124,11 @@ def describe(given: Mapping[str, Any]) -> str:
 
 
 def show(value: Any) -> str:
-    """A value on one line, at most 300 characters."""
+    """A value on one line, at most 300 characters; of a tensor with more than 16 numbers the shape alone."""
     if isinstance(value, torch.Tensor):
-        value = f"tensor{tuple(value.shape)} {value.tolist()}"
+        value = f"tensor{tuple(value.shape)}" + (f" {value.tolist()}" if value.numel() <= 16 else "")
+    elif isinstance(value, tuple):
+        value = f"({', '.join(map(show, value))})"
     elif callable(value):
         value = f"<function {getattr(value, '__name__', '?')}>"
     return textwrap.shorten(str(value), 300, placeholder=" ...")
@@ -160,7 +162,10 @@ def first_difference(got: Any, want: Any) -> str:
             return f"There are {len(got)} items, wanted {len(want)}."
         index = next(i for i, pair in enumerate(zip(got, want)) if not same(*pair))
         return f"The first difference is at index {index}: {show(got[index])}, wanted {show(want[index])}."
-    return f"Yours is a {type(got).__name__}, wanted a {type(want).__name__}." if type(got) is not type(want) else ""
+    if isinstance(got, dict) and isinstance(want, dict):
+        key = next(key for key in (*want, *got) if key not in got or key not in want or not same(got[key], want[key]))
+        return f"The first difference is at {key!r}: {show(got.get(key))}, wanted {show(want.get(key))}."
+    return f"Yours is {show(got)}, a {type(got).__name__}; wanted is {show(want)}, a {type(want).__name__}."
 
 
 def _last() -> Exercise:

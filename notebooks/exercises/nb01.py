@@ -95,7 +95,13 @@ def _observe_error(answer: Callable[..., Any], given: Inputs) -> Any:
         return "ValueError"
 
 
-@exercise("ex01_2", metadata_of_layers, _observe_error)
+def _why_groups(given: Inputs, got: Any, want: Any) -> str:
+    return (
+        "A layer is in both groups: raise ValueError." if want == "ValueError" else ""
+    )
+
+
+@exercise("ex01_2", metadata_of_layers, _observe_error, _why_groups)
 def _groups(rng: random.Random, i: int) -> Inputs:
     """Two groups, now and then with a layer in both.
 

@@ -65,9 +65,14 @@ def _observe_write(answer: Callable[..., Any], given: Inputs) -> Tensor:
 def _why_write(given: Inputs, got: Tensor, want: Tensor) -> str:
     if got.shape != want.shape:
         return "Write into kv_cache in place; its shape stays."
-    blocks, kinds, offsets = (got != want).any(-1).any(-1).nonzero()[0].tolist()
-    slot = blocks * got.shape[2] + offsets
-    return f"kv_cache after the call differs in {'KV'[kinds]} of block {blocks}, offset {offsets}: slot {slot}."
+    block, kind, offset = where = tuple(
+        (got != want).any(-1).any(-1).nonzero()[0].tolist()
+    )
+    slot = block * got.shape[2] + offset
+    return (
+        f"kv_cache after the call differs in {'KV'[kind]} of block {block}, offset {offset}, which is slot {slot}:"
+        f" it holds {got[where].flatten().tolist()}, wanted {want[where].flatten().tolist()}."
+    )
 
 
 @exercise("ex02", write_kv, _observe_write, _why_write)

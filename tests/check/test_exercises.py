@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from minivllm import check
-from minivllm.check.exercise import Exercise, NotWritten, WrongAnswer, first_difference, same
+from minivllm.check.exercise import Exercise, NotWritten, WrongAnswer, first_difference, same, show
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
 from minivllm.core.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from minivllm.core.scheduler import Scheduler
@@ -311,13 +311,31 @@ def test_same(got: Any, want: Any, equal: bool) -> None:
 
 
 @pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (torch.arange(3), "tensor(3,) [0, 1, 2]"),
+        (torch.zeros(5, 4), "tensor(5, 4)"),
+        ((torch.arange(1), 2), "(tensor(1,) [0], 2)"),
+        (stub, "<function stub>"),
+        ([1] * 500, None),
+    ],
+)
+def test_values_are_shown_on_one_line(value: Any, text: str | None) -> None:
+    assert len(show(value)) <= 300
+    assert text is None or show(value) == text
+
+
+@pytest.mark.parametrize(
     ("got", "want", "message"),
     [
         ([1, 2], [1, 3], "index 1: 2, wanted 3"),
         ([1], [1, 3], "There are 1 items, wanted 2"),
         (torch.zeros(2), torch.zeros(3), r"shape is \(2,\), wanted \(3,\)"),
         (torch.zeros(1, 2), torch.tensor([[0.0, 0.5]]), r"index \[0, 1\]: 0.000, wanted 0.500"),
-        (None, 3, "Yours is a NoneType, wanted a int"),
+        (None, 3, "Yours is None, a NoneType; wanted is 3, a int"),
+        ({"a": 1}, {"a": 2}, "at 'a': 1, wanted 2"),
+        ({"a": 1, "b": 1}, {"a": 1}, "at 'b': 1, wanted None"),
+        ({"a": 1}, {"a": 1, "b": 1}, "at 'b': None, wanted 1"),
     ],
 )
 def test_the_difference_is_explained(got: Any, want: Any, message: str) -> None:
