@@ -145,6 +145,16 @@ def test_bad_words_at_the_start_and_after_a_space() -> None:
     assert resolve(SamplingParams(), tokenizer=None).bad_words_token_ids == ()
 
 
+def test_a_bad_word_that_is_the_same_after_a_space_counts_once() -> None:
+    """Some tokenizers put a space before every text: then the two forms begin with the same token."""
+
+    class Spacing(Words):
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            return super().encode(" " + text.lstrip(), add_special_tokens)
+
+    assert resolve(SamplingParams(bad_words=["cat"]), tokenizer=Spacing()).bad_words_token_ids == ((4,),)
+
+
 def test_bad_words_where_the_space_changes_nothing() -> None:
     class Strips(Words):
         def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

@@ -68,3 +68,40 @@ def test_of_stop_strings_that_end_together_the_first_named_counts(
             ended = detokenizer.update(ids[:chunk])
             ids = ids[chunk:]
         assert (ended, detokenizer.text) == (found, text)
+
+
+def test_of_stop_strings_in_one_token_the_one_that_ends_first_counts() -> None:
+    backend = Tokenizer(models.WordLevel({"one two three": 0}, unk_token="one two three"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False)
+    for stops in (["three", "o thr", "two"], ["two", "three"]):
+        detokenizer = IncrementalDetokenizer(tokenizer, [], SamplingParams(stop=stops))
+        assert detokenizer.update([0]) == "two"
+        assert detokenizer.text == "one "
+
+
+class BrokenStream:
+    """A stream that fails as the library's does when an earlier text turns out to be no prefix of the new one."""
+
+    def __init__(self, message: str) -> None:
+        self.message = message
+
+    def step(self, backend: Any, token: int) -> str:
+        raise Exception(self.message)
+
+
+def test_a_stream_with_an_invalid_prefix_begins_anew(byte_tokenizer: Any) -> None:
+    detokenizer = IncrementalDetokenizer(byte_tokenizer, [], SamplingParams())
+    (a, b, c), shown = byte_tokenizer.encode("abc"), []
+    for token in (a, b, c):
+        if token == b:
+            detokenizer._stream = BrokenStream("Invalid prefix encountered while decoding stream")
+        detokenizer.update([token])
+        shown.append(detokenizer.text)
+    assert shown == ["a", "ab", "abc"]
+
+
+def test_other_errors_of_the_stream_are_not_hidden(byte_tokenizer: Any) -> None:
+    detokenizer = IncrementalDetokenizer(byte_tokenizer, [], SamplingParams())
+    detokenizer._stream = BrokenStream("no memory")
+    with pytest.raises(Exception, match="no memory"):
+        detokenizer.update([1])

@@ -56,9 +56,14 @@ def test_a_greedy_batch_is_an_argmax_and_no_more() -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"top_k": 50}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.9}], ids=str)
 def test_nothing_sorts_the_vocabulary(settings: dict[str, Any]) -> None:
-    names = operations([SamplingParams(**settings)] * 4)
-    assert "_softmax" in names
-    assert not {"sort", "argsort", "msort"} & set(names)
+    for greedy in ([], [SamplingParams(temperature=0)]):
+        names = operations([SamplingParams(**settings)] * 4 + greedy)
+        assert "_softmax" in names
+        assert not {"sort", "argsort", "msort"} & set(names)
+
+
+def test_where_all_rows_draw_none_is_picked_out() -> None:
+    assert metadata_of([SamplingParams()] * 3, 10).random_index is None
 
 
 def test_rows_that_do_not_draw_are_not_cut() -> None:
