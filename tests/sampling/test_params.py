@@ -185,6 +185,11 @@ def test_resolve_refuses(settings: dict[str, Any], changes: dict[str, Any], says
     assert says in str(caught.value)
 
 
+def test_a_stop_token_may_be_all_that_is_allowed_where_min_tokens_does_not_hold_it_back() -> None:
+    assert resolve(SamplingParams(allowed_token_ids=[EOS])).allowed_token_ids == (EOS,)
+    assert resolve(SamplingParams(allowed_token_ids=[EOS, 7], min_tokens=1)).min_tokens == 1
+
+
 def test_resolve_leaves_the_original_alone() -> None:
     params = SamplingParams(bad_words=["cat"], max_tokens=None)
     before = dataclasses.asdict(params)
