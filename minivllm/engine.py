@@ -73,8 +73,6 @@ class LLMEngine:
         "priority" policy. cache_salt: requests share prefix-cache blocks only within one salt.
         Raises ValueError or TypeError for what can never run; nothing is queued then.
         """
-        if request_id in self.output_processor:
-            raise ValueError(f"request id {request_id!r} is already running; ids must be unique among live requests")
         text, token_ids, salt = self._read_prompt(prompt)
         params = self._check(token_ids, SamplingParams() if params is None else params)
         arrival = time.monotonic() if arrival_time is None else arrival_time

@@ -37,6 +37,7 @@ class _Parent:
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
+    tokenizer: Any | None = None  # None where no text is wanted
     samples: list[_Sample] = field(default_factory=list)
     num_cached_tokens: int = 0
     prompt_logprobs: PromptLogprobs | None = None
@@ -66,16 +67,18 @@ class OutputProcessor:
     ) -> list[str]:
         """Start a request; returns the engine request ids of its `params.n` samples."""
         parent = _Parent(request_id=request_id, prompt=prompt, prompt_token_ids=prompt_token_ids)
-        self._parents[request_id] = parent
         ids = [request_id] if params.n == 1 else [f"{index}_{request_id}" for index in range(params.n)]
-        for index, engine_id in enumerate(ids):
+        if taken := [each for each in (request_id, *ids) if each in self._parents or each in self._samples]:
+            raise ValueError(f"request id {taken[0]!r} is already running; ids must be unique among live requests")
+        for index in range(params.n):
             completion = CompletionOutput(index=index, text="", token_ids=[])
             if params.logprobs is not None:
                 completion.logprobs, completion.cumulative_logprob = [], 0.0
             detokenizer = IncrementalDetokenizer(self.tokenizer, prompt_token_ids, params)
-            sample = _Sample(parent=parent, completion=completion, detokenizer=detokenizer)
-            parent.samples.append(sample)
-            self._samples[engine_id] = sample
+            parent.samples.append(_Sample(parent=parent, completion=completion, detokenizer=detokenizer))
+        parent.tokenizer = self.tokenizer if params.detokenize else None
+        self._parents[request_id] = parent
+        self._samples |= dict(zip(ids, parent.samples, strict=True))
         return ids
 
     def request_ids(self) -> list[str]:
@@ -100,13 +103,13 @@ class OutputProcessor:
             parent.error = parent.error or item.error
             if item.prompt_logprobs is not None:
                 parent.prompt_logprobs = [
-                    None if entry is None else self._decoded(entry) for entry in item.prompt_logprobs
+                    None if entry is None else _decoded(entry, parent.tokenizer) for entry in item.prompt_logprobs
                 ]
             stop_string = sample.detokenizer.update(item.new_token_ids, item.finish_reason)
             completion.token_ids.extend(item.new_token_ids)
             if item.new_logprobs is not None and completion.logprobs is not None:
                 for token, entry in zip(item.new_token_ids, item.new_logprobs, strict=True):
-                    completion.logprobs.append(self._decoded(entry))
+                    completion.logprobs.append(_decoded(entry, parent.tokenizer))
                     completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + entry[token].logprob
             completion.text = sample.detokenizer.text
             completion.finish_reason, completion.stop_reason = item.finish_reason, item.stop_reason
@@ -146,10 +149,11 @@ class OutputProcessor:
             error=parent.error,
         )
 
-    def _decoded(self, entry: TokenLogprobs) -> TokenLogprobs:
-        if self.tokenizer is None:
-            return entry
-        return {token: Logprob(lp.logprob, lp.rank, self.tokenizer.decode([token])) for token, lp in entry.items()}
+
+def _decoded(entry: TokenLogprobs, tokenizer: Any | None) -> TokenLogprobs:
+    if tokenizer is None:
+        return entry
+    return {token: Logprob(each.logprob, each.rank, tokenizer.decode([token])) for token, each in entry.items()}
 
 
 def _snapshot(completion: CompletionOutput) -> CompletionOutput:
