@@ -77,7 +77,7 @@ def test_random_steps(arch: str, tmp_path: Path) -> None:
         check(engine)
     manager = engine.scheduler.kv_cache_manager
     assert manager.num_free_blocks == engine.kv_cache_config.num_blocks - 1
-    assert min(preempted, aborted, hits) > 20, (preempted, aborted, hits)  # or the test would prove little
+    assert min(preempted, aborted, hits) > 10, (preempted, aborted, hits)  # or the test would prove little
 
     alone = LLM(str(tmp_path), **common, enable_prefix_caching=False, kv_cache_memory_bytes=4 << 20, max_num_seqs=1)
     for key in rng.sample(sorted(finished), 40):

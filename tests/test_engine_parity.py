@@ -125,7 +125,12 @@ def test_continued_conversation_hits_generated_tokens(tiny: Path, expected: list
     one_more = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     outputs = llm.generate(longer, one_more, use_tqdm=False)
     assert tokens(outputs) == [answer[-1:] for answer in expected]
-    assert [output.num_cached_tokens for output in outputs] == [(len(prompt) - 1) // 4 * 4 for prompt in longer]
+    if "mistral" in tiny.name:
+        # Of a window only the end of the prompt is kept by default (prefix_cache_retention_interval=0).
+        ends = [(length - 1) // 4 * 4 for length in LENGTHS]
+        assert [output.num_cached_tokens for output in outputs] == ends
+    else:
+        assert [output.num_cached_tokens for output in outputs] == [(len(prompt) - 1) // 4 * 4 for prompt in longer]
 
 
 def test_arrivals_in_the_middle(tiny: Path, expected: list[list[int]]) -> None:
