@@ -26,10 +26,10 @@ lint: $(STAMP)
 
 test: lint  ## lint, unit, golden and model tests, then every notebook, strictly
 	$(BIN)/python -m pytest -q tests
-	$(BIN)/python -m pytest -q --nbval --nbval-current-env --nbval-cell-timeout=60 -p no:randomly notebooks
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --nbval --nbval-current-env --nbval-cell-timeout=60 -p no:randomly notebooks
 
 lab: $(STAMP)
-	$(BIN)/jupyter lab --notebook-dir=notebooks
+	$(BIN)/jupyter lab --notebook-dir=. notebooks
 
 notebooks: $(STAMP)  ## regenerate every notebook, outputs included, from notebooks/src
 	$(BIN)/python notebooks/build.py

@@ -121,7 +121,9 @@ class LLM:
                 try:
                     ids.append(self._add(prompt, each, priority=rank or 0))
                 except (TypeError, ValueError) as error:
-                    raise type(error)(f"prompt {index}: {error}") from error if len(batch) > 1 else None
+                    if len(batch) == 1:
+                        raise
+                    raise type(error)(f"prompt {index}: {error}") from error
             return self._run(ids, use_tqdm)
         finally:  # also on an error or a keyboard interrupt: no request is left behind in the engine
             self._forget(ids)

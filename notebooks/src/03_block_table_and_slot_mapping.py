@@ -446,7 +446,7 @@ for starts, where in [([0, 1, 3], [6, 0]), ([0, 3, 9], [0] * 9)]:
 # | [`BlockTable`](src:minivllm/worker/block_table.py) | `BlockTable` in [vllm/v1/worker/block_table.py](vllm:vllm/v1/worker/block_table.py) | checks that rows and positions fit; vLLM trusts its scheduler |
 # | [`MultiGroupBlockTable`](src:minivllm/worker/block_table.py) | `MultiGroupBlockTable`, same file | same methods |
 # | [`BlockTable.compute_slot_mapping`](src:minivllm/worker/block_table.py) | `compute_slot_mapping` and a Triton kernel, one program a request | numpy on the host; same numbers, tested on vLLM's own |
-# | [`BlockTable.move_row`](src:minivllm/worker/block_table.py) | `move_row` | clears the source row; vLLM leaves it as it was |
+# | [`BlockTable.move_row`](src:minivllm/worker/block_table.py) | `move_row` | same rule: the source row is cleared |
 # | [`CpuGpuBuffer`](src:minivllm/worker/block_table.py) | `CpuGpuBuffer` in [vllm/v1/utils.py](vllm:vllm/v1/utils.py) | host buffer and device buffer in one |
 # | [`PAD_SLOT_ID`](src:minivllm/worker/block_table.py) | `PAD_SLOT_ID` in [vllm/v1/attention/backends/utils.py](vllm:vllm/v1/attention/backends/utils.py) | -1 in both |
 
