@@ -166,6 +166,7 @@ class ModelRunner:
         for req_id in scheduler_output.finished_req_ids:
             self.requests.pop(req_id, None)
             self.prompt_logprobs.forget(req_id)
+            batch.remove_request(req_id)  # even if it is scheduled: then the id names another request by now
         # A preempted or unscheduled request loses its row but not its state: it may come back.
         for req_id in [req_id for req_id in batch.req_ids if req_id not in scheduled]:
             batch.remove_request(req_id)
