@@ -36,6 +36,7 @@ class LLM:
     max_num_batched_tokens: tokens of one step.
     gpu_memory_utilization: the fraction of the device's memory that weights, workspace and cache may take.
     kv_cache_memory_bytes: bytes for the KV cache instead. num_gpu_blocks_override: blocks instead of any measuring.
+    disable_hybrid_kv_cache_manager: layers with a window or chunk keep all their blocks, so that one group is enough.
     seed: of the engine's own generator, for requests that bring no seed.
     Raises ValueError or TypeError for settings that cannot work, FileNotFoundError for a model that is not there.
     """
@@ -55,6 +56,7 @@ class LLM:
         kv_cache_memory_bytes: int | None = None,
         num_gpu_blocks_override: int | None = None,
         enable_prefix_caching: bool = True,
+        disable_hybrid_kv_cache_manager: bool = False,
         enable_chunked_prefill: bool = True,
         scheduling_policy: SchedulerPolicy = "fcfs",
         attention_backend: str = "auto",
@@ -79,6 +81,7 @@ class LLM:
                 kv_cache_memory_bytes=kv_cache_memory_bytes,
                 num_gpu_blocks_override=num_gpu_blocks_override,
                 enable_prefix_caching=enable_prefix_caching,
+                disable_hybrid_kv_cache_manager=disable_hybrid_kv_cache_manager,
             ),
             scheduler_config=SchedulerConfig(
                 max_num_batched_tokens=max_num_batched_tokens,

@@ -123,8 +123,10 @@ class Attention(AttentionLayerBase):
 
     @override
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec | None:
-        if self.kv_sharing_target_layer_name is not None:
-            return None
+        return None if self.kv_sharing_target_layer_name is not None else self.get_page_spec(vllm_config)
+
+    @override
+    def get_page_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
         page: dict[str, Any] = {
             "block_size": vllm_config.cache_config.block_size,
             "num_kv_heads": self.num_kv_heads,

@@ -44,6 +44,10 @@ class AttentionLayerBase(nn.Module):
         """What the layer keeps, or None if it keeps nothing of its own."""
         raise NotImplementedError(f"{type(self).__name__} does not define get_kv_cache_spec")
 
+    def get_page_spec(self, vllm_config: VllmConfig) -> KVCacheSpec | None:
+        """What the pages that it reads hold, whether they are its own or another layer's."""
+        return self.get_kv_cache_spec(vllm_config)
+
     @abstractmethod
     def get_attn_backend(self) -> type[AttentionBackend]:
         """The backend that shapes its pages and builds its metadata."""

@@ -65,6 +65,34 @@ def _peak_resident_bytes() -> int:
     return peak if os.uname().sysname == "Darwin" else peak * 1024  # Linux counts KiB, macOS bytes
 
 
+def find_kv_sharing(layers: Mapping[str, AttentionLayerBase], vllm_config: VllmConfig) -> dict[str, str]:
+    """Each layer that reads another's pages, and that other: an earlier layer of the same kind with pages of its own.
+
+    Mirrors: vllm/v1/worker/utils.py add_kv_sharing_layers_to_kv_cache_groups and the checks before it.
+    """
+    found = {name: each.kv_sharing_target_layer_name for name, each in layers.items()}
+    sharing = {name: target for name, target in found.items() if target is not None}
+    for name, target in sharing.items():
+        if target not in layers:
+            why = f"the model has no such layer, only {list(layers)}"
+        elif list(layers).index(target) >= list(layers).index(name):
+            why = "it does not come before, so its pages are not written yet"
+        elif target in sharing:
+            why = f"it has no pages of its own, but shares those of {sharing[target]!r}"
+        else:
+            ours, theirs = (layers[each].get_page_spec(vllm_config) for each in (name, target))
+            reader, writer = (layers[each].get_attn_backend() for each in (name, target))
+            # Backends whose pages have one layout inherit one function.
+            if ours == theirs and reader.get_kv_cache_shape is writer.get_kv_cache_shape:
+                continue
+            why = f"its pages are {theirs} of {writer.get_name()}, this layer reads {ours} by {reader.get_name()}"
+        raise ValueError(
+            f"layer {name!r} cannot share the KV cache of {target!r}: {why}. Set kv_sharing_target_layer_name to an"
+            " earlier layer of the same kind that does not share, or to None"
+        )
+    return sharing
+
+
 def allocate_kv_cache(
     kv_cache_config: KVCacheConfig, layers: Mapping[str, AttentionLayerBase], device: torch.device
 ) -> dict[str, Tensor]:
@@ -85,12 +113,9 @@ def allocate_kv_cache(
             if not isinstance(spec, AttentionSpec):
                 raise NotImplementedError(f"layer {name}: pages of {type(spec).__name__} cannot be allocated yet")
             dtype: torch.dtype = getattr(torch, spec.dtype)
-            shape = (
-                layers[name]
-                .get_attn_backend()
-                .get_kv_cache_shape(kv_cache_config.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size)
-            )
-            if shape[0] != kv_cache_config.num_blocks:
+            make_shape, num_blocks = layers[name].get_attn_backend().get_kv_cache_shape, kv_cache_config.num_blocks
+            shape = make_shape(num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size)
+            if shape[0] != num_blocks:
                 raise ValueError(f"layer {name}: its backend's cache shape {shape} does not begin with num_blocks")
             places = (placement.offset, placement.layer_stride, placement.block_stride)
             if any(place % dtype.itemsize for place in places):

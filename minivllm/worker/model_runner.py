@@ -27,7 +27,7 @@ from minivllm.outputs import ModelRunnerOutput
 from minivllm.sampling.sampler import Sampler
 from minivllm.worker.block_table import CpuGpuBuffer
 from minivllm.worker.input_batch import CachedRequestState, InputBatch
-from minivllm.worker.memory import allocate_kv_cache, bind_kv_cache
+from minivllm.worker.memory import allocate_kv_cache, bind_kv_cache, find_kv_sharing
 from minivllm.worker.prompt_logprobs import PromptLogprobsCollector
 
 
@@ -41,6 +41,7 @@ class AttentionGroup:
     backend: type[AttentionBackend]
     layer_names: list[str]
     kv_cache_spec: KVCacheSpec
+    num_heads: int
     builder: AttentionMetadataBuilder[Any]
 
 
@@ -92,6 +93,7 @@ class ModelRunner:
         """Load the configured model, or take one that is loaded, and learn which of its layers keep a cache."""
         self.model: Any = (load_model(self.vllm_config) if model is None else model).eval()
         self.layers = collect_layers(self.model)
+        self.kv_sharing = find_kv_sharing(self.layers, self.vllm_config)
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """What each layer keeps; layers that keep nothing of their own are absent."""
@@ -105,12 +107,8 @@ class ModelRunner:
         input_ids = torch.zeros(self.max_num_tokens, dtype=torch.int32, device=self.device)
         positions = torch.arange(self.max_num_tokens, device=self.device)
         positions %= self.vllm_config.model_config.max_model_len
-        with set_forward_context(
-            None,
-            layers=self.layers,
-            batch_descriptor=BatchDescriptor(num_tokens=self.max_num_tokens),
-            is_profile_run=True,
-        ):
+        shape = BatchDescriptor(num_tokens=self.max_num_tokens)
+        with set_forward_context(None, layers=self.layers, batch_descriptor=shape, is_profile_run=True):
             hidden = self.model(input_ids, positions)
         self.sampler.profile(self.model.compute_logits(hidden[:seqs]))
 
@@ -118,7 +116,9 @@ class ModelRunner:
         """Allocate the pages, hand them to the layers, and build a block table and the builders for each group."""
         scheduler_config = self.vllm_config.scheduler_config
         self.kv_cache_config = kv_cache_config
-        bind_kv_cache(allocate_kv_cache(kv_cache_config, self.layers, self.device), self.layers)
+        views = allocate_kv_cache(kv_cache_config, self.layers, self.device)
+        views.update({name: views[target] for name, target in self.kv_sharing.items()})
+        bind_kv_cache(views, self.layers)
         self.input_batch = InputBatch(
             max_num_reqs=scheduler_config.max_num_seqs,
             max_model_len=self.vllm_config.model_config.max_model_len,
@@ -133,30 +133,34 @@ class ModelRunner:
         ]
 
     def _attention_groups(self, layer_names: tuple[str, ...]) -> Iterator[AttentionGroup]:
-        """Layers of one KV-cache group, split where backend, spec or number of query heads differ."""
+        """Layers of one KV-cache group and those that read their pages, split where backend, spec or number of query
+        heads differ."""
         specs = self.kv_cache_config.layer_specs()
+        sharing = {name: target for name, target in self.kv_sharing.items() if target in layer_names}
         members: dict[tuple[type[AttentionBackend], KVCacheSpec, int], list[str]] = {}
-        for name in layer_names:
-            layer = self.layers[name]
-            members.setdefault((layer.get_attn_backend(), specs[name], layer.num_heads), []).append(name)
-        for (backend, spec, _), names in members.items():
+        for name in (*layer_names, *sharing):
+            layer, spec = self.layers[name], specs[sharing.get(name, name)]
+            members.setdefault((layer.get_attn_backend(), spec, layer.num_heads), []).append(name)
+        for (backend, spec, heads), names in members.items():
             builder = backend.get_builder_cls()(spec, names, self.vllm_config, self.device)
-            yield AttentionGroup(backend=backend, layer_names=names, kv_cache_spec=spec, builder=builder)
+            yield AttentionGroup(
+                backend=backend, layer_names=names, kv_cache_spec=spec, num_heads=heads, builder=builder
+            )
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute every scheduled token; sample one token for each request that has no uncomputed tokens left."""
+        if scheduler_output.new_block_ids_to_zero:
+            blocks = torch.tensor(scheduler_output.new_block_ids_to_zero, device=self.device)
+            for name in self.kv_cache_config.layer_specs():
+                self.layers[name].kv_cache.index_fill_(0, blocks, 0)
         self._update_states(scheduler_output)
         if scheduler_output.total_num_scheduled_tokens == 0:
             return ModelRunnerOutput(req_ids=[], sampled_token_ids=[])
         inputs = self._prepare_inputs(scheduler_output)
         attn_metadata, slot_mapping = self._build_attention_metadata(inputs)
-        with set_forward_context(
-            attn_metadata,
-            layers=self.layers,
-            slot_mapping=slot_mapping,
-            batch_descriptor=BatchDescriptor(num_tokens=inputs.input_ids.shape[0]),
-        ):
+        shape = BatchDescriptor(num_tokens=inputs.input_ids.shape[0])
+        with set_forward_context(attn_metadata, layers=self.layers, slot_mapping=slot_mapping, batch_descriptor=shape):
             hidden = self.model(inputs.input_ids, inputs.positions)
         return self._sample(hidden, inputs)
 
@@ -208,12 +212,8 @@ class ModelRunner:
         for state in arrivals:
             batch.add_request(state)
         batch.condense()
-        thresholds = [
-            group.builder.reorder_batch_threshold
-            for groups in self.attn_groups
-            for group in groups
-            if group.builder.reorder_batch_threshold is not None
-        ]
+        builders = [group.builder for groups in self.attn_groups for group in groups]
+        thresholds = [most for each in builders if (most := each.reorder_batch_threshold) is not None]
         if thresholds:
             reorder_batch_to_split_decodes_and_prefills(batch, scheduler_output, min(thresholds))
 
@@ -249,13 +249,15 @@ class ModelRunner:
         )
 
     def _build_attention_metadata(self, inputs: StepInputs) -> tuple[dict[str, AttentionMetadata], dict[str, Tensor]]:
-        """One CommonAttentionMetadata a KV-cache group, one build() an attention group, one entry a layer."""
+        """One CommonAttentionMetadata a KV-cache group, one entry a layer, one build() an attention group; where groups
+        differ by nothing but their block table, one build() for all of them, if their builder can re-point it."""
         num_reqs, num_tokens = len(inputs.num_scheduled), inputs.input_ids.shape[0]
         query_start_loc = self._query_start_loc.copy_to_gpu(num_reqs + 1)
         seq_lens, seq_lens_cpu = self._seq_lens.copy_to_gpu(num_reqs), self._seq_lens.cpu[:num_reqs]
         max_query_len, max_seq_len = int(inputs.num_scheduled.max()), int(seq_lens_cpu.max())
         metadata: dict[str, AttentionMetadata] = {}
         slots: dict[str, Tensor] = {}
+        first_built: dict[tuple[type[AttentionBackend], KVCacheSpec, int], AttentionMetadata] = {}
         for index, groups in enumerate(self.attn_groups):
             table = self.input_batch.block_table[index]
             common = CommonAttentionMetadata(
@@ -272,7 +274,13 @@ class ModelRunner:
                 slot_mapping=table.slot_mapping[:num_tokens],
             )
             for group in groups:
-                built = group.builder.build(common_prefix_len=0, common_attn_metadata=common)
+                key = (group.backend, group.kv_cache_spec, group.num_heads)
+                if key in first_built and group.builder.supports_update_block_table:
+                    table_of_group = (common.block_table_tensor, common.slot_mapping)
+                    built = group.builder.update_block_table(first_built[key], *table_of_group)
+                else:
+                    built = group.builder.build(common_prefix_len=0, common_attn_metadata=common)
+                    first_built[key] = built
                 for name in group.layer_names:
                     metadata[name] = built
                     slots[name] = common.slot_mapping
