@@ -42,7 +42,7 @@ def make_local_attention_virtual_batches(
     chunks = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts - first, counts)
     origins = chunks * chunk
     keys = np.minimum(ends[rows] - origins, chunk)
-    computed = np.clip(begins[rows] - origins, 0, keys)
+    computed = np.maximum(begins[rows] - origins, 0)
     starts = torch.zeros(len(rows) + 1, dtype=torch.int32)
     starts.numpy()[1:] = np.cumsum(keys - computed)
     # Past the table's end nothing is read, but the index must be one that exists.
