@@ -3,7 +3,7 @@
 The frequencies come from Transformers' own functions, one a scaling kind, so that every kind it knows is right here
 too. cos and sin are tabulated once for every position; a step looks its rows up once, for all layers.
 
-Mirrors `vllm/model_executor/layers/rotary_embedding/`, without multimodal positions and the interleaved layout.
+Mirrors `vllm/model_executor/layers/rotary_embedding/`, without multimodal positions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class RotaryEmbedding(nn.Module):
     """The table of cos and sin, and the rows of it for a step's positions.
 
     Mirrors: vllm/model_executor/layers/rotary_embedding/base.py RotaryEmbedding.
-    Leaves out: the interleaved (GPT-J) layout, multimodal sections.
+    Leaves out: multimodal sections.
 
     inv_freq: [rotary_dim / 2] float32, radians a position. scaling: a factor on cos and sin (yarn, longrope).
     """
@@ -45,6 +45,12 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         turned = apply_rotary(x[..., :rotary_dim], cos, sin)
         return torch.cat((turned, x[..., rotary_dim:]), dim=-1)
     return torch.addcmul(x * cos, x.roll(rotary_dim // 2, -1), sin)
+
+
+def apply_rotary_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The same for models whose pairs are neighbours, (0, 1), (2, 3) and so on, in all of head_size."""
+    apart = x.reshape(*x.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)  # first members, then second ones
+    return apply_rotary(apart, cos, sin).view(*x.shape[:-1], 2, -1).transpose(-1, -2).flatten(-2)
 
 
 def rope_parameters(hf_config: Any, layer_type: str | None = None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,15 +21,18 @@ from minivllm.layers.activation import get_act_and_mul
 from minivllm.layers.embedding import LMHead, VocabEmbedding
 from minivllm.layers.linear import MergedLinear, ReplicatedLinear
 from minivllm.layers.norm import RMSNorm
-from minivllm.layers.rotary import apply_rotary, get_rope
+from minivllm.layers.rotary import apply_rotary, apply_rotary_interleaved, get_rope
 from minivllm.models.weights import load_weights
 
-Rope = tuple[Tensor, Tensor]  # cos and sin of the step's positions, each [num_tokens, 1, rotary_dim]
+Rope = tuple[Tensor, ...]  # cos and sin of the step's positions, each [num_tokens, 1, rotary_dim]; a family may add
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionOptions:
     """What the attention of one layer has beyond plain Llama's.
+
+    norm: the class of every norm in the layer. sinks: one learned score a head, which takes its share of attention and
+    gives nothing. rope: which dimensions turn as a pair: i and i + half the head, neighbours, or none.
 
     Mirrors: none; vLLM writes an attention class for each model.
     """
@@ -38,6 +41,10 @@ class AttentionOptions:
     output_bias: bool = False
     qk_norm: bool = False
     sliding_window: int | None = None
+    norm: type[RMSNorm] = RMSNorm
+    attention_chunk_size: int | None = None
+    sinks: bool = False
+    rope: Literal["halves", "interleaved", "none"] = "halves"
 
     def __post_init__(self) -> None:
         if self.sliding_window is not None and self.sliding_window < 1:
@@ -74,8 +81,10 @@ class LlamaAttention(nn.Module):
         self.o_proj = ReplicatedLinear(q_size, hidden_size, bias=options.output_bias)
         self.qk_norm = options.qk_norm
         if self.qk_norm:
-            self.q_norm = RMSNorm(self.head_size, hf_config.rms_norm_eps)
-            self.k_norm = RMSNorm(self.head_size, hf_config.rms_norm_eps)
+            self.q_norm = options.norm(self.head_size, hf_config.rms_norm_eps)
+            self.k_norm = options.norm(self.head_size, hf_config.rms_norm_eps)
+        self.rope_kind = options.rope
+        self.sinks = nn.Parameter(torch.empty(self.num_heads), requires_grad=False) if options.sinks else None
         self.attn = Attention(
             self.num_heads,
             self.head_size,
@@ -84,6 +93,8 @@ class LlamaAttention(nn.Module):
             vllm_config=vllm_config,
             prefix=f"{prefix}.attn",
             per_layer_sliding_window=options.sliding_window,
+            attention_chunk_size=options.attention_chunk_size,
+            sinks=self.sinks,
         )
 
     def forward(self, hidden: Tensor, rope: Rope) -> Tensor:  # [num_tokens, hidden_size] -> the same
@@ -93,20 +104,26 @@ class LlamaAttention(nn.Module):
         if self.qk_norm:
             q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
             qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
-        qk = apply_rotary(qk, *rope)
+        qk = self.turn(qk, rope)
         q, k, v = qk[:, : self.num_heads], qk[:, self.num_heads :], qkv[:, self.qk_size :]
         return cast(Tensor, self.o_proj(self.attn(q, k, v)))
 
+    def turn(self, qk: Tensor, rope: Rope) -> Tensor:  # [num_tokens, num_heads + num_kv_heads, head_size] -> the same
+        """Tell the heads of q and k their positions."""
+        if self.rope_kind == "none":
+            return qk
+        return (apply_rotary if self.rope_kind == "halves" else apply_rotary_interleaved)(qk, *rope[:2])
+
 
 class LlamaMLP(nn.Module):
-    """Gated MLP: down(act(gate(x)) * up(x)).
+    """Gated MLP: down(act(gate(x)) * up(x)). size: of what lies between, None for the config's intermediate_size.
 
     Mirrors: vllm/model_executor/models/llama.py LlamaMLP.
     """
 
-    def __init__(self, hf_config: Any) -> None:
+    def __init__(self, hf_config: Any, size: int | None = None) -> None:
         super().__init__()
-        hidden_size, size = hf_config.hidden_size, hf_config.intermediate_size
+        hidden_size, size = hf_config.hidden_size, size or hf_config.intermediate_size
         bias = getattr(hf_config, "mlp_bias", False)
         self.gate_up_proj = MergedLinear(hidden_size, {"gate_proj": size, "up_proj": size}, bias)
         self.down_proj = ReplicatedLinear(size, hidden_size, bias)
@@ -122,12 +139,14 @@ class LlamaDecoderLayer(nn.Module):
     Mirrors: vllm/model_executor/models/llama.py LlamaDecoderLayer.
     """
 
+    mlp_cls: type[nn.Module] = LlamaMLP
+
     def __init__(self, hf_config: Any, options: AttentionOptions, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(hf_config.hidden_size, hf_config.rms_norm_eps)
+        self.input_layernorm = options.norm(hf_config.hidden_size, hf_config.rms_norm_eps)
         self.self_attn = LlamaAttention(hf_config, options, vllm_config=vllm_config, prefix=f"{prefix}.self_attn")
-        self.post_attention_layernorm = RMSNorm(hf_config.hidden_size, hf_config.rms_norm_eps)
-        self.mlp = LlamaMLP(hf_config)
+        self.post_attention_layernorm = options.norm(hf_config.hidden_size, hf_config.rms_norm_eps)
+        self.mlp = self.mlp_cls(hf_config)
 
     def forward(self, hidden: Tensor, rope: Rope) -> Tensor:  # [num_tokens, hidden_size] -> the same
         hidden = self.self_attn(self.input_layernorm(hidden), rope).add_(hidden)
@@ -139,6 +158,8 @@ class LlamaModel(nn.Module):
 
     Mirrors: vllm/model_executor/models/llama.py LlamaModel.
     """
+
+    layer_cls: type[nn.Module] = LlamaDecoderLayer
 
     def __init__(self, options: list[AttentionOptions], *, vllm_config: VllmConfig, prefix: str = "model") -> None:
         super().__init__()
@@ -153,10 +174,10 @@ class LlamaModel(nn.Module):
             device=torch.device(vllm_config.device),
         )
         self.layers = nn.ModuleList(
-            LlamaDecoderLayer(hf_config, each, vllm_config=vllm_config, prefix=f"{prefix}.layers.{index}")
+            self.layer_cls(hf_config, each, vllm_config=vllm_config, prefix=f"{prefix}.layers.{index}")
             for index, each in enumerate(options)
         )
-        self.norm = RMSNorm(hf_config.hidden_size, hf_config.rms_norm_eps)
+        self.norm = options[0].norm(hf_config.hidden_size, norm_eps_of(hf_config))
 
     def forward(
         self,
@@ -178,11 +199,13 @@ class LlamaForCausalLM(nn.Module):
     Leaves out: pipeline parallelism, LoRA, speculative heads, Mistral's own checkpoint format.
     """
 
+    model_cls: type[LlamaModel] = LlamaModel
+
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         hf_config = vllm_config.model_config.hf_config
         options = [self.attention_options(hf_config, index) for index in range(hf_config.num_hidden_layers)]
-        self.model = LlamaModel(options, vllm_config=vllm_config, prefix=f"{prefix}.model" if prefix else "model")
+        self.model = self.model_cls(options, vllm_config=vllm_config, prefix=f"{prefix}.model" if prefix else "model")
         self.lm_head = LMHead(hf_config.hidden_size, hf_config.vocab_size)
         if hf_config.tie_word_embeddings:
             self.lm_head.tie_weights(self.model.embed_tokens)
@@ -212,3 +235,8 @@ class LlamaForCausalLM(nn.Module):
 def head_size_of(hf_config: Any) -> int:
     """Dimensions of one head: the config's own `head_dim`, else an equal share of the hidden size."""
     return int(getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads)
+
+
+def norm_eps_of(hf_config: Any) -> float:
+    """What norms add to a variance: configs of LayerNorm models have another name for it."""
+    return float(hf_config.layer_norm_eps if hasattr(hf_config, "layer_norm_eps") else hf_config.rms_norm_eps)

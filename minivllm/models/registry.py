@@ -81,6 +81,7 @@ def check_forward_contract(model: nn.Module) -> None:
 
 ModelRegistry = _ModelRegistry()
 for _arch, _path in {
+    "GptOssForCausalLM": "minivllm.models.gpt_oss:GptOssForCausalLM",
     "LlamaForCausalLM": "minivllm.models.llama:LlamaForCausalLM",
     "MistralForCausalLM": "minivllm.models.mistral:MistralForCausalLM",
     "Qwen2ForCausalLM": "minivllm.models.qwen2:Qwen2ForCausalLM",

@@ -27,6 +27,22 @@ COMMON: dict[str, Any] = {
 }
 # What is particular to a family. head_dim 32 is not hidden_size / heads: q is wider than the hidden state.
 FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt_oss": {
+        "num_hidden_layers": 4,
+        "head_dim": 32,
+        "sliding_window": 11,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 64,
+        },
+    },
     "llama": {},
     "mistral": {"sliding_window": 24},
     "qwen2": {"tie_word_embeddings": True},
