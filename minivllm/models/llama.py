@@ -53,6 +53,11 @@ class AttentionOptions:
 
 def layer_window(hf_config: Any, layer_idx: int) -> int | None:
     """The sliding window of one layer by the config's `layer_types`; None where it sees everything."""
+    if len(hf_config.layer_types) != hf_config.num_hidden_layers:
+        raise ValueError(
+            f"layer_types names {len(hf_config.layer_types)} layers, but num_hidden_layers is"
+            f" {hf_config.num_hidden_layers}"
+        )
     kind = hf_config.layer_types[layer_idx]
     if kind == "full_attention":
         return None
@@ -166,7 +171,7 @@ class LlamaModel(nn.Module):
         model_config = vllm_config.model_config
         hf_config = model_config.hf_config
         self.embed_tokens = VocabEmbedding(hf_config.vocab_size, hf_config.hidden_size)
-        self.rotary_emb = get_rope(
+        self.rotary_emb: nn.Module = get_rope(
             hf_config,
             head_size=head_size_of(hf_config),
             max_position=model_config.max_model_len,

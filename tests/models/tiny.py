@@ -27,6 +27,12 @@ COMMON: dict[str, Any] = {
 }
 # What is particular to a family. head_dim 32 is not hidden_size / heads: q is wider than the hidden state.
 FAMILIES: dict[str, dict[str, Any]] = {
+    "cohere2": {
+        "num_hidden_layers": 4,
+        "sliding_window": 11,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+        "logit_scale": 0.3,
+    },
     "gpt_oss": {
         "num_hidden_layers": 4,
         "head_dim": 32,
@@ -44,6 +50,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         },
     },
     "llama": {},
+    "llama4_text": {
+        "num_hidden_layers": 4,
+        "head_dim": 32,
+        "intermediate_size_mlp": 80,
+        "num_local_experts": 4,
+        "interleave_moe_layer_step": 2,
+        "no_rope_layer_interval": 2,
+        "attention_chunk_size": 20,
+        "floor_scale": 8,
+        "attn_scale": 0.5,
+    },
     "mistral": {"sliding_window": 24},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 32},
