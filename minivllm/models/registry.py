@@ -81,6 +81,8 @@ def check_forward_contract(model: nn.Module) -> None:
 
 ModelRegistry = _ModelRegistry()
 for _arch, _path in {
+    "Gemma2ForCausalLM": "minivllm.models.gemma2:Gemma2ForCausalLM",
+    "Gemma3ForCausalLM": "minivllm.models.gemma3:Gemma3ForCausalLM",
     "LlamaForCausalLM": "minivllm.models.llama:LlamaForCausalLM",
     "MistralForCausalLM": "minivllm.models.mistral:MistralForCausalLM",
     "Qwen2ForCausalLM": "minivllm.models.qwen2:Qwen2ForCausalLM",

