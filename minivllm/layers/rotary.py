@@ -59,12 +59,19 @@ def rope_parameters(hf_config: Any, layer_type: str | None = None) -> dict[str, 
     return dict(parameters if layer_type is None else parameters[layer_type])
 
 
+def rope_layer_types(hf_config: Any) -> list[str]:
+    """The layer types that have rope settings of their own; none where all layers share one setting."""
+    return sorted(set(getattr(hf_config, "layer_types", None) or ()) & set(hf_config.rope_parameters))
+
+
 def rope_max_length(hf_config: Any, layer_type: str | None = None) -> int:
     """The longest sequence, in tokens, for which the config's rope is meant and can be right in a paged cache.
 
     "dynamic" and "longrope" choose their frequencies by the length a sequence has now. Keys in the cache were turned
     with the frequencies of an earlier length, so lengths that would change the choice are out of bounds.
     """
+    if layer_type is None and (kinds := rope_layer_types(hf_config)):
+        return min(rope_max_length(hf_config, kind) for kind in kinds)
     parameters, longest = rope_parameters(hf_config, layer_type), int(hf_config.max_position_embeddings)
     kind = parameters.get("rope_type", "default")
     if kind == "linear":

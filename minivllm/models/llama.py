@@ -1,4 +1,4 @@
-"""The Llama family: Llama, SmolLM2, and, through `AttentionOptions`, Mistral, Qwen2 and Qwen3.
+"""The Llama family: Llama, SmolLM2, and, through `AttentionOptions`, Mistral, Qwen2, Qwen3 and Gemma.
 
 One pass takes every scheduled token of the batch as one flat row: [num_tokens], whoever it belongs to. Only the
 attention layers know which tokens belong together, and they learn it from the forward context.
@@ -21,7 +21,7 @@ from minivllm.layers.activation import get_act_and_mul
 from minivllm.layers.embedding import LMHead, VocabEmbedding
 from minivllm.layers.linear import MergedLinear, ReplicatedLinear
 from minivllm.layers.norm import RMSNorm
-from minivllm.layers.rotary import apply_rotary, apply_rotary_interleaved, get_rope
+from minivllm.layers.rotary import apply_rotary, apply_rotary_interleaved, get_rope, rope_layer_types
 from minivllm.models.weights import load_weights
 
 Rope = tuple[Tensor, ...]  # cos and sin of the step's positions, each [num_tokens, 1, rotary_dim]; a family may add
@@ -31,8 +31,9 @@ Rope = tuple[Tensor, ...]  # cos and sin of the step's positions, each [num_toke
 class AttentionOptions:
     """What the attention of one layer has beyond plain Llama's.
 
-    norm: the class of every norm in the layer. sinks: one learned score a head, which takes its share of attention and
-    gives nothing. rope: which dimensions turn as a pair: i and i + half the head, neighbours, or none.
+    scale: of the scores; None is 1 / sqrt(head size). norm: the class of every norm in the layer. sinks: one learned
+    score a head, which takes its share of attention and gives nothing. rope: which dimensions turn as a pair: i and
+    i + half the head, neighbours, or none.
 
     Mirrors: none; vLLM writes an attention class for each model.
     """
@@ -41,6 +42,8 @@ class AttentionOptions:
     output_bias: bool = False
     qk_norm: bool = False
     sliding_window: int | None = None
+    scale: float | None = None
+    logits_soft_cap: float | None = None
     norm: type[RMSNorm] = RMSNorm
     attention_chunk_size: int | None = None
     sinks: bool = False
@@ -58,14 +61,16 @@ def layer_window(hf_config: Any, layer_idx: int) -> int | None:
             f"layer_types names {len(hf_config.layer_types)} layers, but num_hidden_layers is"
             f" {hf_config.num_hidden_layers}"
         )
-    kind = hf_config.layer_types[layer_idx]
+    kind, window = hf_config.layer_types[layer_idx], hf_config.sliding_window
     if kind == "full_attention":
         return None
     if kind != "sliding_attention":
         raise ValueError(f"layer {layer_idx} is a {kind!r} layer; this model has full_attention and sliding_attention")
-    if hf_config.sliding_window is None:
-        raise ValueError(f"layer {layer_idx} is a sliding_attention layer, but the config's sliding_window is null")
-    return int(hf_config.sliding_window)
+    if window is None or window < 1:
+        raise ValueError(
+            f"layer {layer_idx} is a sliding_attention layer, but sliding_window is {window}: it must be at least 1"
+        )
+    return int(window)
 
 
 class LlamaAttention(nn.Module):
@@ -93,13 +98,14 @@ class LlamaAttention(nn.Module):
         self.attn = Attention(
             self.num_heads,
             self.head_size,
-            self.head_size**-0.5,
+            self.head_size**-0.5 if options.scale is None else options.scale,
             self.num_kv_heads,
             vllm_config=vllm_config,
             prefix=f"{prefix}.attn",
             per_layer_sliding_window=options.sliding_window,
             attention_chunk_size=options.attention_chunk_size,
             sinks=self.sinks,
+            logits_soft_cap=options.logits_soft_cap,
         )
 
     def forward(self, hidden: Tensor, rope: Rope) -> Tensor:  # [num_tokens, hidden_size] -> the same
@@ -132,7 +138,7 @@ class LlamaMLP(nn.Module):
         bias = getattr(hf_config, "mlp_bias", False)
         self.gate_up_proj = MergedLinear(hidden_size, {"gate_proj": size, "up_proj": size}, bias)
         self.down_proj = ReplicatedLinear(size, hidden_size, bias)
-        self.act_fn = get_act_and_mul(hf_config.hidden_act)
+        self.act_fn = get_act_and_mul(getattr(hf_config, "hidden_activation", None) or hf_config.hidden_act)
 
     def forward(self, hidden: Tensor) -> Tensor:  # [num_tokens, hidden_size] -> the same
         return cast(Tensor, self.down_proj(self.act_fn(self.gate_up_proj(hidden))))
@@ -159,7 +165,7 @@ class LlamaDecoderLayer(nn.Module):
 
 
 class LlamaModel(nn.Module):
-    """Embedding, layers, last norm.
+    """Embedding, layers, last norm. Rotary tables are one for all layers, or one a layer type.
 
     Mirrors: vllm/model_executor/models/llama.py LlamaModel.
     """
@@ -170,19 +176,30 @@ class LlamaModel(nn.Module):
         super().__init__()
         model_config = vllm_config.model_config
         hf_config = model_config.hf_config
-        self.embed_tokens = VocabEmbedding(hf_config.vocab_size, hf_config.hidden_size)
-        self.rotary_emb: nn.Module = get_rope(
-            hf_config,
-            head_size=head_size_of(hf_config),
-            max_position=model_config.max_model_len,
-            dtype=getattr(torch, model_config.dtype),
-            device=torch.device(vllm_config.device),
+        self.embed_tokens = VocabEmbedding(hf_config.vocab_size, hf_config.hidden_size, self.embed_scale(hf_config))
+        kinds = rope_layer_types(hf_config)
+        self.rotary_embs = nn.ModuleList(
+            get_rope(
+                hf_config,
+                head_size=head_size_of(hf_config),
+                max_position=model_config.max_model_len,
+                dtype=getattr(torch, model_config.dtype),
+                device=torch.device(vllm_config.device),
+                layer_type=kind,
+            )
+            for kind in kinds or [None]
         )
+        self.rope_index = [kinds.index(kind) for kind in hf_config.layer_types] if kinds else [0] * len(options)
         self.layers = nn.ModuleList(
             self.layer_cls(hf_config, each, vllm_config=vllm_config, prefix=f"{prefix}.layers.{index}")
             for index, each in enumerate(options)
         )
         self.norm = options[0].norm(hf_config.hidden_size, norm_eps_of(hf_config))
+
+    @staticmethod
+    def embed_scale(hf_config: Any) -> float:
+        """The factor on embeddings of token ids."""
+        return 1.0
 
     def forward(
         self,
@@ -191,9 +208,9 @@ class LlamaModel(nn.Module):
         inputs_embeds: Tensor | None = None,  # [num_tokens, hidden_size], instead of input_ids
     ) -> Tensor:  # [num_tokens, hidden_size]
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        rope = self.rotary_emb(positions)
-        for layer in self.layers:
-            hidden = layer(hidden, rope)
+        ropes = [each(positions) for each in self.rotary_embs]
+        for layer, index in zip(self.layers, self.rope_index, strict=True):
+            hidden = layer(hidden, ropes[index])
         return cast(Tensor, self.norm(hidden))
 
 

@@ -125,7 +125,8 @@ class Llama4Model(LlamaModel):
         hf_config = vllm_config.model_config.hf_config
         if hf_config.floor_scale < 1:
             raise ValueError(f"floor_scale must be at least 1 token, got {hf_config.floor_scale}")
-        self.rotary_emb = Llama4Rope(self.rotary_emb, hf_config.floor_scale, hf_config.attn_scale)
+        rope = Llama4Rope(self.rotary_embs[0], hf_config.floor_scale, hf_config.attn_scale)
+        self.rotary_embs = nn.ModuleList([rope])
 
 
 class Llama4ForCausalLM(LlamaForCausalLM):
