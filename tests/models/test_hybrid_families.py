@@ -43,7 +43,7 @@ ARCHS = ["cohere2", "gpt_oss", "llama4_text"]
 LENGTHS = [1, 4, 17, 39, 58]
 MAX_TOKENS = 12
 GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
-PROMPTS = [[random.Random(length).randrange(3, 160) for _ in range(length)] for length in LENGTHS]
+PROMPTS = [random.Random(length).choices(range(3, 160), k=length) for length in LENGTHS]
 
 
 def reference_model(path: Path) -> Any:
@@ -207,13 +207,18 @@ def test_weights_fit_one_to_one(arch: str, name: str) -> None:
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_bfloat16(arch: str, tmp_path: Path) -> None:
-    """Every part computes in the model's dtype, and near enough to float32 for it."""
+    """In bfloat16 the logits are about as near to float32's as those of Transformers in bfloat16 are."""
     save_tiny(arch, tmp_path, seed=5)
     hf_config = load_hf_config(resolve_model(str(tmp_path)))
-    logits = []
-    for dtype in ("float32", "bfloat16"):
-        vllm_config = tiny_vllm_config(str(tmp_path), hf_config, dtype=dtype)
-        logits.append(prefill(load_model(vllm_config), vllm_config, PROMPTS[2:3])[0])
-    assert logits[1].dtype == torch.bfloat16
-    error = (logits[1].float() - logits[0]).norm() / logits[0].norm()
-    assert error < 0.1
+    vllm_config = tiny_vllm_config(str(tmp_path), hf_config, dtype="bfloat16")
+    logits = prefill(load_model(vllm_config), vllm_config, PROMPTS[2:3])[0]
+    assert logits.dtype == torch.bfloat16
+    reference = reference_model(tmp_path)
+    with torch.no_grad():
+        exact = reference(torch.tensor(PROMPTS[2:3])).logits[0]
+        theirs = reference.to(torch.bfloat16)(torch.tensor(PROMPTS[2:3])).logits[0]
+
+    def error(rounded: torch.Tensor) -> float:  # the median, since a router's choice may flip for a token or two
+        return float(((rounded.float() - exact).norm(dim=-1) / exact.norm(dim=-1)).median())
+
+    assert error(logits) < 1.5 * error(theirs) < 0.15
