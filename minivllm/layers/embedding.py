@@ -13,18 +13,20 @@ from minivllm.layers.linear import ReplicatedLinear
 
 
 class VocabEmbedding(nn.Module):
-    """One row of the table for each token id.
+    """One row of the table for each token id, times `scale`, which is rounded to the table's dtype first.
 
     Mirrors: vllm/model_executor/layers/vocab_parallel_embedding.py VocabParallelEmbedding.
     Leaves out: vocabulary sharding, added LoRA tokens.
     """
 
-    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, scale: float = 1.0) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size), requires_grad=False)
+        self.scale = float(torch.tensor(scale, dtype=self.weight.dtype, device="cpu"))
 
     def forward(self, input_ids: Tensor) -> Tensor:  # [num_tokens] int -> [num_tokens, hidden_size]
-        return F.embedding(input_ids, self.weight)
+        rows = F.embedding(input_ids, self.weight)
+        return rows if self.scale == 1.0 else rows.mul_(self.scale)
 
 
 class LMHead(ReplicatedLinear):

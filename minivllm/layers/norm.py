@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 
 class RMSNorm(nn.Module):
@@ -18,6 +19,8 @@ class RMSNorm(nn.Module):
     Mirrors: vllm/model_executor/layers/layernorm.py RMSNorm.
     Leaves out: variance over a part of the row, norms without a weight, the fused residual addition.
     """
+
+    offset = 0.0  # from the stored weight to the factor
 
     def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
         super().__init__()
@@ -31,7 +34,7 @@ class RMSNorm(nn.Module):
         """Prepare the CPU's shorter way."""
         if self.weight.device.type == "cpu":
             size = self.shape[0]
-            self._scale = self.weight.data.float() * size**0.5
+            self._scale = (self.weight.data.float() + self.offset) * size**0.5
             self._floor = torch.tensor((size * self.eps) ** 0.5, dtype=torch.float32, device="cpu")
 
     def forward(self, x: Tensor) -> Tensor:  # [..., hidden_size], any float dtype -> the same
@@ -39,3 +42,20 @@ class RMSNorm(nn.Module):
             return nn.functional.rms_norm(x, self.shape, self.weight, self.eps)
         length = torch.linalg.vector_norm(x, 2, -1, True, dtype=torch.float32)
         return (x / torch.hypot(length, self._floor)).mul_(self._scale).to(x.dtype)
+
+
+class GemmaRMSNorm(RMSNorm):
+    """RMSNorm whose stored weight is the factor minus one.
+
+    Mirrors: vllm/model_executor/layers/layernorm.py GemmaRMSNorm.
+    Leaves out: the fused residual addition.
+    """
+
+    offset = 1.0
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:  # [..., hidden_size], any float dtype -> the same
+        if self._scale is not None:
+            return super().forward(x)
+        factor = self.weight.float() + self.offset  # in 16 bits the sum would lose what the weight holds
+        return nn.functional.rms_norm(x.float(), self.shape, factor, self.eps).to(x.dtype)

@@ -3,7 +3,7 @@
 The frequencies come from Transformers' own functions, one a scaling kind, so that every kind it knows is right here
 too. cos and sin are tabulated once for every position; a step looks its rows up once, for all layers.
 
-Mirrors `vllm/model_executor/layers/rotary_embedding/`, without multimodal positions and the interleaved layout.
+Mirrors `vllm/model_executor/layers/rotary_embedding/`, without multimodal positions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class RotaryEmbedding(nn.Module):
     """The table of cos and sin, and the rows of it for a step's positions.
 
     Mirrors: vllm/model_executor/layers/rotary_embedding/base.py RotaryEmbedding.
-    Leaves out: the interleaved (GPT-J) layout, multimodal sections.
+    Leaves out: multimodal sections.
 
     inv_freq: [rotary_dim / 2] float32, radians a position. scaling: a factor on cos and sin (yarn, longrope).
     """
@@ -47,10 +47,21 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos, x.roll(rotary_dim // 2, -1), sin)
 
 
+def apply_rotary_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The same for models whose pairs are neighbours, (0, 1), (2, 3) and so on, in all of head_size."""
+    apart = x.reshape(*x.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)  # first members, then second ones
+    return apply_rotary(apart, cos, sin).view(*x.shape[:-1], 2, -1).transpose(-1, -2).flatten(-2)
+
+
 def rope_parameters(hf_config: Any, layer_type: str | None = None) -> dict[str, Any]:
     """The config's rope settings, of one layer type where it keeps several."""
     parameters = hf_config.rope_parameters
     return dict(parameters if layer_type is None else parameters[layer_type])
+
+
+def rope_layer_types(hf_config: Any) -> list[str]:
+    """The layer types that have rope settings of their own; none where all layers share one setting."""
+    return sorted(set(getattr(hf_config, "layer_types", None) or ()) & set(hf_config.rope_parameters))
 
 
 def rope_max_length(hf_config: Any, layer_type: str | None = None) -> int:
@@ -59,6 +70,8 @@ def rope_max_length(hf_config: Any, layer_type: str | None = None) -> int:
     "dynamic" and "longrope" choose their frequencies by the length a sequence has now. Keys in the cache were turned
     with the frequencies of an earlier length, so lengths that would change the choice are out of bounds.
     """
+    if layer_type is None and (kinds := rope_layer_types(hf_config)):
+        return min(rope_max_length(hf_config, kind) for kind in kinds)
     parameters, longest = rope_parameters(hf_config, layer_type), int(hf_config.max_position_embeddings)
     kind = parameters.get("rope_type", "default")
     if kind == "linear":

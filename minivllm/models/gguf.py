@@ -19,7 +19,14 @@ from torch import Tensor
 
 _CHUNK = 1 << 18  # elements dequantized at once: what stays in the processor's cache is several times quicker
 
-_MODEL_TYPES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+# architecture -> (Transformers' model type, class)
+_MODEL_TYPES = {
+    "gemma2": ("gemma2", "Gemma2ForCausalLM"),
+    "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
+    "llama": ("llama", "LlamaForCausalLM"),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+}
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _BLOCK = {
     "attn_norm": "input_layernorm",
@@ -34,6 +41,15 @@ _BLOCK = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+# Gemma has two norms more, and its `ffn_norm` is another.
+_GEMMA_BLOCK = _BLOCK | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_GEMMA_PERIOD = {"gemma2": 2, "gemma3": 6}  # every so many layers one sees everything, where a file does not say
+# Layers of the 27B models, whose scores are scaled by hidden_size / heads instead of head_dim; files do not say so.
+_GEMMA_27B = {"gemma2": 46, "gemma3": 62}
 _ROPE_FACTORS = "rope_freqs.weight"  # llama 3's scaling: what each frequency is divided by
 
 
@@ -104,7 +120,7 @@ def gguf_config(file: GGUFFile) -> Any:
 
     heads, hidden = of("attention.head_count"), of("embedding_length")
     fields: dict[str, Any] = {
-        "architectures": [_MODEL_TYPES[arch]],
+        "architectures": [_MODEL_TYPES[arch][1]],
         "vocab_size": of("vocab_size", meta.get("tokenizer.ggml.tokens")),
         "hidden_size": hidden,
         "intermediate_size": of("feed_forward_length"),
@@ -121,7 +137,26 @@ def gguf_config(file: GGUFFile) -> Any:
         "eos_token_id": meta.get("tokenizer.ggml.eos_token_id"),
         "pad_token_id": meta.get("tokenizer.ggml.padding_token_id"),
     }
-    return AutoConfig.for_model(arch, **fields)
+    if arch in _GEMMA_PERIOD:
+        fields |= _gemma_fields(arch, fields, of)
+    return AutoConfig.for_model(_MODEL_TYPES[arch][0], **fields)
+
+
+def _gemma_fields(arch: str, fields: dict[str, Any], of: Any) -> dict[str, Any]:
+    """What Gemma's config has beyond the others', or has in another way."""
+    layers, pattern = fields["num_hidden_layers"], of("attention.sliding_window_pattern", _GEMMA_PERIOD[arch])
+    sliding = pattern if isinstance(pattern, list) else [(index + 1) % pattern != 0 for index in range(layers)]
+    share = fields["hidden_size"] // fields["num_attention_heads"]
+    more: dict[str, Any] = {
+        "sliding_window": of("attention.sliding_window"),
+        "layer_types": ["sliding_attention" if each else "full_attention" for each in sliding],
+        "query_pre_attn_scalar": share if layers == _GEMMA_27B[arch] else fields["head_dim"],
+        "final_logit_softcapping": of("final_logit_softcapping", 30.0 if arch == "gemma2" else None),
+    }
+    if arch == "gemma2":
+        return more | {"attn_logit_softcapping": of("attn_logit_softcapping", 50.0)}
+    local = {"rope_type": "default", "rope_theta": of("rope.freq_base_swa", 10000.0)}
+    return more | {"rope_parameters": {"full_attention": fields["rope_parameters"], "sliding_attention": local}}
 
 
 def _rope_parameters(file: GGUFFile, of: Any) -> dict[str, Any]:
@@ -159,25 +194,28 @@ class GGUFStream:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         file = GGUFFile(self.source)
-        permuted = file.metadata["general.architecture"] == "llama"
+        arch = file.metadata["general.architecture"]
+        permuted, gemma = arch == "llama", arch in _GEMMA_PERIOD
         heads = {"attn_q": self.hf_config.num_attention_heads, "attn_k": self.hf_config.num_key_value_heads}
         for stored in file.tensors:
             if stored == _ROPE_FACTORS:
                 continue
-            tensor, (name, part) = file.read(stored), _transformers_name(stored)
+            tensor, (name, part) = file.read(stored), _transformers_name(stored, _GEMMA_BLOCK if gemma else _BLOCK)
             if permuted and part in heads:
                 tensor = _undo_permutation(tensor, heads[part])
+            if gemma and part.endswith("_norm"):
+                tensor -= 1.0  # stored as the factor itself
             yield name, tensor
 
 
-def _transformers_name(stored: str) -> tuple[str, str]:
+def _transformers_name(stored: str, block: dict[str, str]) -> tuple[str, str]:
     """ "blk.0.attn_q.weight" -> ("model.layers.0.self_attn.q_proj.weight", "attn_q")."""
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", stored)
     layer, part, suffix = match.groups() if match else (None, "", "")
     if layer is None and part in _TOP:
         return f"{_TOP[part]}.{suffix}", part
-    if layer is not None and part in _BLOCK:
-        return f"model.layers.{layer}.{_BLOCK[part]}.{suffix}", part
+    if layer is not None and part in block:
+        return f"model.layers.{layer}.{block[part]}.{suffix}", part
     raise ValueError(f"tensor {stored!r} has no counterpart in the models that can be read from GGUF")
 
 

