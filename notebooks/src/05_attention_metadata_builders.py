@@ -110,8 +110,9 @@ assert len(calls) == 8 * 3, "layers times requests; 3 calls would have been enou
 # ## The common description
 #
 # The runner makes one such object for each KV-cache group. We make it from the toy's
-# table; `_cpu` twins hold the same values on the host, so that a builder never waits for
-# the device.
+# table. `_cpu` twins hold the same values on the host, so that a builder never waits for
+# the device. (With `query_start_loc` vLLM does the same; of the lengths its host knows
+# an upper bound only, see the table at the end.)
 
 # %%
 from minivllm.attention.metadata import CommonAttentionMetadata
@@ -593,7 +594,7 @@ for attempt in (
 #
 # | here | in vLLM 0.32.0 | difference |
 # |---|---|---|
-# | [`CommonAttentionMetadata`](src:minivllm/attention/metadata.py) | `CommonAttentionMetadata` in [vllm/v1/attention/backend.py](vllm:vllm/v1/attention/backend.py) | no encoder lengths, no context parallelism |
+# | [`CommonAttentionMetadata`](src:minivllm/attention/metadata.py) | `CommonAttentionMetadata` in [vllm/v1/attention/backend.py](vllm:vllm/v1/attention/backend.py) | exact lengths on the host; vLLM gave up `seq_lens_cpu` for `seq_lens_cpu_upper_bound`, as with asynchronous speculation only the device knows them |
 # | [`AttentionMetadataBuilder`](src:minivllm/attention/backend.py) | `AttentionMetadataBuilder`, same file | same methods; drafting and cascade attention left out |
 # | [`ChecksOverrides`](src:minivllm/attention/override_check.py) | none | vLLM relies on its type checker |
 # | [`TorchPagedMetadataBuilder`](src:minivllm/attention/backends/torch_paged.py) | `CPUAttentionMetadataBuilder` in [vllm/v1/attention/backends/cpu_attn.py](vllm:vllm/v1/attention/backends/cpu_attn.py) | a plan in Python; vLLM's splits its work in C++ |
