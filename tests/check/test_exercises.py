@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
+import itertools
 import random
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from minivllm import check
+from minivllm.attention.batch_split import split_decodes_and_prefills
 from minivllm.check.exercise import Exercise, NotWritten, WrongAnswer, first_difference, same, show
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
-from minivllm.core.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from minivllm.core.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+from minivllm.core.layer_grouping import get_kv_cache_groups, unify_kv_cache_spec_page_size
 from minivllm.core.scheduler import Scheduler
 from minivllm.outputs import ModelRunnerOutput
 from minivllm.request import Request
@@ -173,6 +184,81 @@ def ex00_2_no_budget(num_prompt_tokens: int, max_tokens: int, token_budget: int)
     return [num_prompt_tokens] + [1] * (max_tokens - 1)
 
 
+def ex04_smallest(buckets: Any) -> list[list[str]]:
+    """Without the exception for buckets of almost the same size."""
+    size = min(map(len, buckets))
+    counts = [-(-len(bucket) // size) for bucket in buckets]
+    return [bucket[i::n] for bucket, n in zip(buckets, counts) for i in range(n)]
+
+
+def ex04_at_the_border(buckets: Any) -> list[list[str]]:
+    """Takes the largest at 1.5 times exactly, too."""
+    sizes = [len(bucket) for bucket in buckets]
+    size = max(sizes) if max(sizes) <= 1.5 * min(sizes) else min(sizes)
+    counts = [-(-count // size) for count in sizes]
+    return [bucket[i::n] for bucket, n in zip(buckets, counts) for i in range(n)]
+
+
+def ex04_in_a_row(buckets: Any) -> list[list[str]]:
+    """Neighbours instead of every n-th layer."""
+    cut = []
+    for group in check.ex04.solution([list(range(len(bucket))) for bucket in buckets]):
+        cut.append(len(group))
+    names = [name for bucket in buckets for name in bucket]
+    return [names[sum(cut[:i]) : sum(cut[: i + 1])] for i in range(len(cut))]
+
+
+def ex04_2_always_pads(layers: Any) -> list[tuple[int, int]]:
+    largest = max(page for _, page, _ in layers)
+    return [(block_size, largest - page) for block_size, page, _ in layers]
+
+
+def ex04_2_grows_mamba(layers: Any) -> list[tuple[int, int]]:
+    """As if a state had room for more tokens."""
+    return check.ex04_2.solution([(block_size, page, False) for block_size, page, _ in layers])
+
+
+def ex04_2_rounds_down(layers: Any) -> list[tuple[int, int]]:
+    """More tokens wherever they fit, the rest empty: the page is then no whole number of the former."""
+    largest = max(page for _, page, _ in layers)
+    return [
+        (size, largest - page) if mamba else (size * (largest // page), largest % page) for size, page, mamba in layers
+    ]
+
+
+def ex05_stale(self: Any, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+    """Takes whole rows of the table."""
+    lists = check.ex05.solution(self, common_prefix_len, common_attn_metadata)
+    table = common_attn_metadata.block_table_tensor
+    starts = torch.arange(len(table) + 1, dtype=torch.int32) * table.shape[1]
+    return lists | {"paged_kv_indices": table.flatten(), "paged_kv_indptr": starts}
+
+
+def ex05_empty_last_page(self: Any, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+    """0 tokens where the last page is full."""
+    lists = check.ex05.solution(self, common_prefix_len, common_attn_metadata)
+    return lists | {"paged_kv_last_page_len": common_attn_metadata.seq_lens % self.kv_cache_spec.block_size}
+
+
+def ex05_new_tokens(self: Any, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+    """Only the pages of this step's tokens, as if nothing had been computed before."""
+    lengths = common_attn_metadata.query_start_loc_cpu.diff()
+    return check.ex05.solution(self, 0, dataclasses.replace(common_attn_metadata, seq_lens_cpu=lengths))
+
+
+def ex05_2_counts_all(query_start_loc: Any, decode_threshold: int) -> tuple[int, int, int, int]:
+    """Counts short requests wherever they stand."""
+    lengths = [end - start for start, end in itertools.pairwise(query_start_loc)]
+    short = [length for length in lengths if length <= decode_threshold]
+    return len(short), len(lengths) - len(short), sum(short), sum(lengths) - sum(short)
+
+
+def ex05_2_one_token(query_start_loc: Any, decode_threshold: int) -> tuple[int, int, int, int]:
+    """As if the threshold were always 1."""
+    split: tuple[int, int, int, int] = check.ex05_2.solution(query_start_loc, 1)
+    return split
+
+
 WRONG: dict[str, list[Callable[..., Any]]] = {
     "ex00": [ex00_no_eos, ex00_drops_eos, ex00_newest_token_only],
     "ex00_2": [ex00_2_one_too_many, ex00_2_empty_chunk, ex00_2_no_budget],
@@ -182,6 +268,10 @@ WRONG: dict[str, list[Callable[..., Any]]] = {
     "ex02_2": [ex02_2_sorted, ex02_2_whole_blocks, ex02_2_keys_twice],
     "ex03": [ex03_neighbours, ex03_place, ex03_four],
     "ex03_2": [ex03_2_stale, ex03_2_block],
+    "ex04": [ex04_smallest, ex04_at_the_border, ex04_in_a_row],
+    "ex04_2": [ex04_2_always_pads, ex04_2_grows_mamba, ex04_2_rounds_down],
+    "ex05": [ex05_stale, ex05_empty_last_page, ex05_new_tokens],
+    "ex05_2": [ex05_2_counts_all, ex05_2_one_token],
 }
 
 
@@ -425,3 +515,65 @@ def test_solutions_03_against_the_block_table(i: int) -> None:
     for slot, row, position in zip(slots, rows, given["positions"], strict=True):
         assert check.ex03_2.solution(slot, given["block_table"], seq_lens, given["block_size"]) == (row, position)
     assert check.ex03_2.solution(0, given["block_table"], seq_lens, given["block_size"]) is None
+
+
+@pytest.mark.parametrize("i", range(20))
+def test_solution_04_against_the_grouping(i: int) -> None:
+    buckets = check.ex04.inputs(random.Random(f"t{i}"), i)["buckets"]
+    specs: dict[str, Any] = {}
+    for kind, bucket in enumerate(buckets):
+        shared: dict[str, Any] = {"block_size": 4, "num_kv_heads": 1, "head_size": 8, "dtype": "float32"}
+        spec = SlidingWindowSpec(**shared, sliding_window=8 * kind) if kind else FullAttentionSpec(**shared)
+        specs |= dict.fromkeys(bucket, spec)
+    assert [list(group.layer_names) for group in get_kv_cache_groups(specs)] == check.ex04.solution(buckets)
+
+
+@pytest.mark.parametrize("i", range(20))
+def test_solution_04_2_against_the_unification(i: int) -> None:
+    layers = check.ex04_2.inputs(random.Random(f"t{i}"), i)["layers"]
+    specs: dict[str, Any] = {}
+    for place, (block_size, page, is_mamba) in enumerate(layers):
+        if is_mamba:
+            specs[str(place)] = MambaSpec(block_size=block_size, shapes=((page,),), dtypes=("uint8",))
+        else:
+            head_size = page // block_size // 2
+            specs[str(place)] = FullAttentionSpec(
+                block_size=block_size, num_kv_heads=1, head_size=head_size, dtype="uint8"
+            )
+    unified = unify_kv_cache_spec_page_size(specs).values()
+    got = [(spec.block_size, spec.page_size_bytes - spec.real_page_size_bytes) for spec in unified]
+    assert got == check.ex04_2.solution(layers)
+
+
+@pytest.mark.parametrize("i", range(20))
+def test_solution_05_names_the_pages_of_every_token(i: int) -> None:
+    """Read back as a kernel would, the lists give the slots of the block table."""
+    given = check.ex05.inputs(random.Random(f"t{i}"), i)
+    lists = check.ex05.observe(check.ex05.solution, given)
+    assert {tensor.dtype for tensor in lists.values()} == {torch.int32}
+    size, starts = given["block_size"], lists["paged_kv_indptr"].tolist()
+    assert starts[0] == 0
+    assert starts[-1] == len(lists["paged_kv_indices"])
+    for row, seq_len in enumerate(given["seq_lens"]):
+        pages = lists["paged_kv_indices"][starts[row] : starts[row + 1]].tolist()
+        tokens = (len(pages) - 1) * size + lists["paged_kv_last_page_len"][row].item()
+        table = BlockTable(size, 1, 4, 64, "cpu")
+        table.append_row(given["block_table"][row], 0)
+        table.compute_slot_mapping(1, torch.tensor([0, seq_len]), torch.arange(seq_len))
+        slots = [pages[position // size] * size + position % size for position in range(tokens)]
+        assert slots == table.slot_mapping[:seq_len].tolist()
+
+
+def test_exercise_05_refuses_a_signature_that_a_runner_could_not_call() -> None:
+    with pytest.raises(TypeError, match="build cannot stand in for"):
+        check.ex05(lambda self, metadata: {})
+
+
+@pytest.mark.parametrize("i", range(20))
+def test_solution_05_2_against_the_split(i: int) -> None:
+    given = check.ex05_2.inputs(random.Random(f"t{i}"), i)
+    starts = torch.tensor(given["query_start_loc"], dtype=torch.int32)
+    common: Any = SimpleNamespace(
+        num_reqs=len(starts) - 1, num_actual_tokens=int(starts[-1]), query_start_loc_cpu=starts
+    )
+    assert split_decodes_and_prefills(common, given["decode_threshold"]) == check.ex05_2.solution(**given)
