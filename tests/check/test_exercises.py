@@ -19,7 +19,7 @@ from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfi
 from minivllm.core.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from minivllm.core.scheduler import Scheduler
 from minivllm.outputs import ModelRunnerOutput
-from minivllm.request import Request
+from minivllm.request import Request, RequestStatus
 from minivllm.sampling.params import SamplingParams
 from minivllm.worker.block_table import BlockTable
 
@@ -173,6 +173,43 @@ def ex00_2_no_budget(num_prompt_tokens: int, max_tokens: int, token_budget: int)
     return [num_prompt_tokens] + [1] * (max_tokens - 1)
 
 
+def ex08_waiting_first(running: Any, waiting: Any, **rest: Any) -> Any:
+    return check.ex08.solution({}, {**waiting, **running}, **rest)
+
+
+def ex08_no_rows(running: Any, waiting: Any, **rest: Any) -> Any:
+    return check.ex08.solution(running, waiting, **rest | {"max_num_seqs": 100})
+
+
+def ex08_budget_for_each(running: Any, waiting: Any, token_budget: int, chunk_limit: int, max_num_seqs: int) -> Any:
+    """Never takes anything off the budget."""
+    names = [*running, *waiting][: max(max_num_seqs, len(running))]
+    return {name: min({**running, **waiting}[name], chunk_limit, token_budget) for name in names}
+
+
+def ex08_zeros(running: Any, waiting: Any, **rest: Any) -> Any:
+    """Names those that get nothing, too."""
+    return dict.fromkeys([*running, *waiting], 0) | check.ex08.solution(running, waiting, **rest)
+
+
+def ex08_2_always_the_last(running: Any, needs: str, num_needed: int, num_free: int, policy: str) -> Any:
+    return check.ex08_2.solution(running, needs, num_needed, num_free, "fcfs")
+
+
+def ex08_2_one_is_enough(running: Any, needs: str, num_needed: int, num_free: int, policy: str) -> Any:
+    return check.ex08_2.solution(running, needs, num_needed, num_free, policy)[:1]
+
+
+def ex08_2_spares_itself(running: Any, needs: str, num_needed: int, num_free: int, policy: str) -> Any:
+    """Never puts out the request that needs the blocks."""
+    others, victims = [request for request in running if request[0] != needs], []
+    while num_free < num_needed and others:
+        victims.append(others.pop() if policy == "fcfs" else max(others, key=lambda request: request[1:3]))
+        num_free += victims[-1][3]
+        others = [request for request in others if request not in victims]
+    return [name for name, *_ in victims]
+
+
 WRONG: dict[str, list[Callable[..., Any]]] = {
     "ex00": [ex00_no_eos, ex00_drops_eos, ex00_newest_token_only],
     "ex00_2": [ex00_2_one_too_many, ex00_2_empty_chunk, ex00_2_no_budget],
@@ -182,6 +219,8 @@ WRONG: dict[str, list[Callable[..., Any]]] = {
     "ex02_2": [ex02_2_sorted, ex02_2_whole_blocks, ex02_2_keys_twice],
     "ex03": [ex03_neighbours, ex03_place, ex03_four],
     "ex03_2": [ex03_2_stale, ex03_2_block],
+    "ex08": [ex08_waiting_first, ex08_no_rows, ex08_budget_for_each, ex08_zeros],
+    "ex08_2": [ex08_2_always_the_last, ex08_2_one_is_enough, ex08_2_spares_itself],
 }
 
 
@@ -425,3 +464,62 @@ def test_solutions_03_against_the_block_table(i: int) -> None:
     for slot, row, position in zip(slots, rows, given["positions"], strict=True):
         assert check.ex03_2.solution(slot, given["block_table"], seq_lens, given["block_size"]) == (row, position)
     assert check.ex03_2.solution(0, given["block_table"], seq_lens, given["block_size"]) is None
+
+
+def toy_scheduler(num_blocks: int, **settings: Any) -> Scheduler:
+    """Blocks of 4 tokens, one group, no prefix cache."""
+    config = VllmConfig(
+        model_config=ModelConfig(model="toy", hf_config=None, dtype="float32", max_model_len=128),
+        cache_config=CacheConfig(block_size=4, enable_prefix_caching=False),
+        scheduler_config=SchedulerConfig(**settings),
+    )
+    spec = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
+    groups = (KVCacheGroupSpec(layer_names=("attn",), kv_cache_spec=spec),)
+    return Scheduler(config, KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=(), kv_cache_groups=groups))
+
+
+def run_from_now(scheduler: Scheduler, request: Request, num_computed_tokens: int = 0) -> None:
+    """As if the request had been admitted before."""
+    scheduler.requests[request.request_id] = request
+    if num_computed_tokens:
+        assert scheduler.kv_cache_manager.allocate_slots(request, num_computed_tokens) is not None
+    request.status, request.num_computed_tokens = RequestStatus.RUNNING, num_computed_tokens
+    scheduler.running.append(request)
+
+
+@pytest.mark.parametrize("i", range(20))
+def test_solution_08_against_the_scheduler(i: int) -> None:
+    given = check.ex08.inputs(random.Random(f"t{i}"), i)
+    if len(given["running"]) + len(given["waiting"]) == 1:
+        given["chunk_limit"] = given["token_budget"]  # a request alone is not limited
+    scheduler = toy_scheduler(
+        64,
+        max_num_batched_tokens=given["token_budget"],
+        max_num_seqs=given["max_num_seqs"],
+        long_prefill_token_threshold=given["chunk_limit"],
+    )
+    for name, missing in given["running"].items():
+        run_from_now(scheduler, Request(name, [1] * missing, SamplingParams()))
+    for name, missing in given["waiting"].items():
+        scheduler.add_request(Request(name, [1] * missing, SamplingParams()))
+    assert check.ex08.solution(**given) == scheduler.schedule().num_scheduled_tokens
+
+
+@pytest.mark.parametrize("i", range(20))
+def test_solution_08_2_against_the_scheduler(i: int) -> None:
+    """The others' next token has room in their last block; only one request asks for more."""
+    given = check.ex08_2.inputs(random.Random(f"t{i}"), i)
+    held = sum(num_blocks for *_, num_blocks in given["running"])
+    scheduler = toy_scheduler(
+        1 + held + given["num_free"], max_num_batched_tokens=64, max_num_seqs=8, policy=given["policy"]
+    )
+    for name, priority, arrival_time, num_blocks in given["running"]:
+        computed, known = 4 * num_blocks - 1, 4 * num_blocks
+        if name == given["needs"]:
+            computed, known = known, known + 4 * given["num_needed"]
+        times = {"priority": priority, "arrival_time": arrival_time}
+        run_from_now(scheduler, Request(name, [1] * known, SamplingParams(), **times), computed)
+    victims = check.ex08_2.solution(**given)
+    if len(victims) == len(given["running"]):  # alone, and still no room: not preempted but ended with an error
+        assert victims.pop() == given["needs"]
+    assert scheduler.schedule().preempted_req_ids == victims
