@@ -16,7 +16,10 @@ import torch
 from minivllm import check
 from minivllm.check.exercise import Exercise, NotWritten, WrongAnswer, first_difference, same, show
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
-from minivllm.core.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from minivllm.core.block_hash import make_block_hasher
+from minivllm.core.block_pool import BlockPool
+from minivllm.core.kv_cache_coordinator import manager_class
+from minivllm.core.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from minivllm.core.scheduler import Scheduler
 from minivllm.outputs import ModelRunnerOutput
 from minivllm.request import Request, RequestStatus
@@ -210,6 +213,47 @@ def ex08_2_spares_itself(running: Any, needs: str, num_needed: int, num_free: in
     return [name for name, *_ in victims]
 
 
+def ex09_no_chain(token_ids: Any, block_size: int, salt: str | None, digest: Any) -> list[str]:
+    """Names blocks by their own tokens."""
+    starts = range(0, len(token_ids) - block_size + 1, block_size)
+    return [digest(None, token_ids[start : start + block_size], None if start else salt) for start in starts]
+
+
+def ex09_salt_everywhere(token_ids: Any, block_size: int, salt: str | None, digest: Any) -> Any:
+    return check.ex09.solution(token_ids, block_size, salt, lambda parent, tokens, _: digest(parent, tokens, salt))
+
+
+def ex09_no_salt(token_ids: Any, block_size: int, salt: str | None, digest: Any) -> Any:
+    return check.ex09.solution(token_ids, block_size, None, digest)
+
+
+def ex09_half_a_block(token_ids: Any, block_size: int, salt: str | None, digest: Any) -> list[str]:
+    """Hashes the last block though it is not full."""
+    hashes: list[str] = []
+    for start in range(0, len(token_ids), block_size):
+        parent, extra = (hashes[-1], None) if hashes else (None, salt)
+        hashes.append(digest(parent, token_ids[start : start + block_size], extra))
+    return hashes
+
+
+def ex09_2_whole_prompt(cached: Any, num_tokens: int, block_size: int, window: int | None) -> Any:
+    """Leaves no token to compute."""
+    return check.ex09_2.solution(cached, num_tokens + 1, block_size, window)
+
+
+def ex09_2_no_window(cached: Any, num_tokens: int, block_size: int, window: int | None) -> Any:
+    return check.ex09_2.solution(cached, num_tokens, block_size, None)
+
+
+def ex09_2_last_block_only(cached: Any, num_tokens: int, block_size: int, window: int | None) -> Any:
+    return check.ex09_2.solution(cached, num_tokens, block_size, window and 2)
+
+
+def ex09_2_one_more(cached: Any, num_tokens: int, block_size: int, window: int | None) -> Any:
+    """Counts the token that is to be computed into the window's blocks."""
+    return check.ex09_2.solution(cached, num_tokens, block_size, window and window + 1)
+
+
 WRONG: dict[str, list[Callable[..., Any]]] = {
     "ex00": [ex00_no_eos, ex00_drops_eos, ex00_newest_token_only],
     "ex00_2": [ex00_2_one_too_many, ex00_2_empty_chunk, ex00_2_no_budget],
@@ -221,6 +265,8 @@ WRONG: dict[str, list[Callable[..., Any]]] = {
     "ex03_2": [ex03_2_stale, ex03_2_block],
     "ex08": [ex08_waiting_first, ex08_no_rows, ex08_budget_for_each, ex08_zeros],
     "ex08_2": [ex08_2_always_the_last, ex08_2_one_is_enough, ex08_2_spares_itself],
+    "ex09": [ex09_no_chain, ex09_salt_everywhere, ex09_no_salt, ex09_half_a_block],
+    "ex09_2": [ex09_2_whole_prompt, ex09_2_no_window, ex09_2_last_block_only, ex09_2_one_more],
 }
 
 
@@ -523,3 +569,38 @@ def test_solution_08_2_against_the_scheduler(i: int) -> None:
     if len(victims) == len(given["running"]):  # alone, and still no room: not preempted but ended with an error
         assert victims.pop() == given["needs"]
     assert scheduler.schedule().preempted_req_ids == victims
+
+
+@pytest.mark.parametrize("i", range(12))
+def test_solution_09_is_equal_where_the_hasher_is(i: int) -> None:
+    """Pairs of requests that part somewhere: the same blocks have the same names, here and there."""
+    rng = random.Random(i)
+    given = check.ex09.inputs(random.Random(f"t{i}"), i)
+    other = copy.deepcopy(given)
+    other["token_ids"][rng.randrange(len(other["token_ids"]))] += rng.randint(0, 1)
+    other["salt"] = rng.choice([given["salt"], "green"])
+    ours = [check.ex09.solution(**one) for one in (given, other)]
+    hasher = make_block_hasher(given["block_size"])
+    theirs = [
+        Request("R", one["token_ids"], SamplingParams(), cache_salt=one["salt"], block_hasher=hasher).block_hashes
+        for one in (given, other)
+    ]
+    assert [len(hashes) for hashes in ours] == [len(hashes) for hashes in theirs]
+    assert [a == b for a, b in zip(*ours, strict=True)] == [a == b for a, b in zip(*theirs, strict=True)]
+
+
+@pytest.mark.parametrize("i", range(30))
+def test_solution_09_2_against_the_managers(i: int) -> None:
+    given = check.ex09_2.inputs(random.Random(f"t{i}"), i)
+    size, window = given["block_size"], given["window"]
+    hasher, params = make_block_hasher(size), SamplingParams()
+    request = Request("R", list(range(given["num_tokens"])), params, block_hasher=hasher)
+    pool = BlockPool(40, True, size)
+    for cached, block_hash in zip(given["cached"], request.block_hashes, strict=True):
+        if cached:
+            pool.cache_block(pool.get_new_blocks(1)[0], block_hash, 0)
+    shape: dict[str, Any] = {"block_size": size, "num_kv_heads": 1, "head_size": 8, "dtype": "float32"}
+    spec = FullAttentionSpec(**shape) if window is None else SlidingWindowSpec(**shape, sliding_window=window)
+    manager = manager_class(spec)(spec, pool, 0, max_model_len=64, max_in_flight_tokens=64, alignment_tokens=size)
+    (blocks,) = manager.find_longest_cache_hit(request.block_hashes, given["num_tokens"] - 1, [0])
+    assert check.ex09_2.solution(**given) == len(blocks) * size
