@@ -199,8 +199,8 @@ assert same == [False, False, False], "the chain carries it on: a parent differs
 # [`KVCacheManager`](src:minivllm/core/kv_cache_manager.py) has two methods for it.
 # `get_computed_blocks` looks a request up, before it is admitted. `allocate_slots` takes
 # the blocks of the hit, adds new ones for the rest, and gives every block that becomes
-# full its hash. `start` below is what the scheduler does with a waiting request, and then the step is
-# taken for done.
+# full its hash. `start` below does with a request what the scheduler does, and takes the
+# step for done.
 
 # %%
 import math
