@@ -20,6 +20,9 @@ from minivllm import check
 from minivllm.attention.batch_split import split_decodes_and_prefills
 from minivllm.check.exercise import Exercise, NotWritten, WrongAnswer, first_difference, same, show
 from minivllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
+from minivllm.core.block_hash import make_block_hasher
+from minivllm.core.block_pool import BlockPool
+from minivllm.core.kv_cache_coordinator import manager_class
 from minivllm.core.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -30,7 +33,7 @@ from minivllm.core.kv_cache_interface import (
 from minivllm.core.layer_grouping import get_kv_cache_groups, unify_kv_cache_spec_page_size
 from minivllm.core.scheduler import Scheduler
 from minivllm.outputs import ModelRunnerOutput
-from minivllm.request import Request
+from minivllm.request import Request, RequestStatus
 from minivllm.sampling.params import SamplingParams
 from minivllm.worker.block_table import BlockTable
 
@@ -259,6 +262,84 @@ def ex05_2_one_token(query_start_loc: Any, decode_threshold: int) -> tuple[int, 
     return split
 
 
+def ex08_waiting_first(running: Any, waiting: Any, **rest: Any) -> Any:
+    return check.ex08.solution({}, {**waiting, **running}, **rest)
+
+
+def ex08_no_rows(running: Any, waiting: Any, **rest: Any) -> Any:
+    return check.ex08.solution(running, waiting, **rest | {"max_num_seqs": 100})
+
+
+def ex08_budget_for_each(running: Any, waiting: Any, token_budget: int, chunk_limit: int, max_num_seqs: int) -> Any:
+    """Never takes anything off the budget."""
+    names = [*running, *waiting][: max(max_num_seqs, len(running))]
+    return {name: min({**running, **waiting}[name], chunk_limit, token_budget) for name in names}
+
+
+def ex08_zeros(running: Any, waiting: Any, **rest: Any) -> Any:
+    """Names those that get nothing, too."""
+    return dict.fromkeys([*running, *waiting], 0) | check.ex08.solution(running, waiting, **rest)
+
+
+def ex08_2_always_the_last(running: Any, needs: str, num_needed: int, num_free: int, policy: str) -> Any:
+    return check.ex08_2.solution(running, needs, num_needed, num_free, "fcfs")
+
+
+def ex08_2_one_is_enough(running: Any, needs: str, num_needed: int, num_free: int, policy: str) -> Any:
+    return check.ex08_2.solution(running, needs, num_needed, num_free, policy)[:1]
+
+
+def ex08_2_spares_itself(running: Any, needs: str, num_needed: int, num_free: int, policy: str) -> Any:
+    """Never puts out the request that needs the blocks."""
+    others, victims = [request for request in running if request[0] != needs], []
+    while num_free < num_needed and others:
+        victims.append(others.pop() if policy == "fcfs" else max(others, key=lambda request: request[1:3]))
+        num_free += victims[-1][3]
+        others = [request for request in others if request not in victims]
+    return [name for name, *_ in victims]
+
+
+def ex09_no_chain(token_ids: Any, block_size: int, salt: str | None, digest: Any) -> list[str]:
+    """Names blocks by their own tokens."""
+    starts = range(0, len(token_ids) - block_size + 1, block_size)
+    return [digest(None, token_ids[start : start + block_size], None if start else salt) for start in starts]
+
+
+def ex09_salt_everywhere(token_ids: Any, block_size: int, salt: str | None, digest: Any) -> Any:
+    return check.ex09.solution(token_ids, block_size, salt, lambda parent, tokens, _: digest(parent, tokens, salt))
+
+
+def ex09_no_salt(token_ids: Any, block_size: int, salt: str | None, digest: Any) -> Any:
+    return check.ex09.solution(token_ids, block_size, None, digest)
+
+
+def ex09_half_a_block(token_ids: Any, block_size: int, salt: str | None, digest: Any) -> list[str]:
+    """Hashes the last block though it is not full."""
+    hashes: list[str] = []
+    for start in range(0, len(token_ids), block_size):
+        parent, extra = (hashes[-1], None) if hashes else (None, salt)
+        hashes.append(digest(parent, token_ids[start : start + block_size], extra))
+    return hashes
+
+
+def ex09_2_whole_prompt(cached: Any, num_tokens: int, block_size: int, window: int | None) -> Any:
+    """Leaves no token to compute."""
+    return check.ex09_2.solution(cached, num_tokens + 1, block_size, window)
+
+
+def ex09_2_no_window(cached: Any, num_tokens: int, block_size: int, window: int | None) -> Any:
+    return check.ex09_2.solution(cached, num_tokens, block_size, None)
+
+
+def ex09_2_last_block_only(cached: Any, num_tokens: int, block_size: int, window: int | None) -> Any:
+    return check.ex09_2.solution(cached, num_tokens, block_size, window and 2)
+
+
+def ex09_2_one_more(cached: Any, num_tokens: int, block_size: int, window: int | None) -> Any:
+    """Counts the token that is to be computed into the window's blocks."""
+    return check.ex09_2.solution(cached, num_tokens, block_size, window and window + 1)
+
+
 WRONG: dict[str, list[Callable[..., Any]]] = {
     "ex00": [ex00_no_eos, ex00_drops_eos, ex00_newest_token_only],
     "ex00_2": [ex00_2_one_too_many, ex00_2_empty_chunk, ex00_2_no_budget],
@@ -272,6 +353,10 @@ WRONG: dict[str, list[Callable[..., Any]]] = {
     "ex04_2": [ex04_2_always_pads, ex04_2_grows_mamba, ex04_2_rounds_down],
     "ex05": [ex05_stale, ex05_empty_last_page, ex05_new_tokens],
     "ex05_2": [ex05_2_counts_all, ex05_2_one_token],
+    "ex08": [ex08_waiting_first, ex08_no_rows, ex08_budget_for_each, ex08_zeros],
+    "ex08_2": [ex08_2_always_the_last, ex08_2_one_is_enough, ex08_2_spares_itself],
+    "ex09": [ex09_no_chain, ex09_salt_everywhere, ex09_no_salt, ex09_half_a_block],
+    "ex09_2": [ex09_2_whole_prompt, ex09_2_no_window, ex09_2_last_block_only, ex09_2_one_more],
 }
 
 
@@ -577,3 +662,97 @@ def test_solution_05_2_against_the_split(i: int) -> None:
         num_reqs=len(starts) - 1, num_actual_tokens=int(starts[-1]), query_start_loc_cpu=starts
     )
     assert split_decodes_and_prefills(common, given["decode_threshold"]) == check.ex05_2.solution(**given)
+
+
+def toy_scheduler(num_blocks: int, **settings: Any) -> Scheduler:
+    """Blocks of 4 tokens, one group, no prefix cache."""
+    config = VllmConfig(
+        model_config=ModelConfig(model="toy", hf_config=None, dtype="float32", max_model_len=128),
+        cache_config=CacheConfig(block_size=4, enable_prefix_caching=False),
+        scheduler_config=SchedulerConfig(**settings),
+    )
+    spec = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
+    groups = (KVCacheGroupSpec(layer_names=("attn",), kv_cache_spec=spec),)
+    return Scheduler(config, KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=(), kv_cache_groups=groups))
+
+
+def run_from_now(scheduler: Scheduler, request: Request, num_computed_tokens: int = 0) -> None:
+    """As if the request had been admitted before."""
+    scheduler.requests[request.request_id] = request
+    if num_computed_tokens:
+        assert scheduler.kv_cache_manager.allocate_slots(request, num_computed_tokens) is not None
+    request.status, request.num_computed_tokens = RequestStatus.RUNNING, num_computed_tokens
+    scheduler.running.append(request)
+
+
+@pytest.mark.parametrize("i", range(20))
+def test_solution_08_against_the_scheduler(i: int) -> None:
+    given = check.ex08.inputs(random.Random(f"t{i}"), i)
+    if len(given["running"]) + len(given["waiting"]) == 1:
+        given["chunk_limit"] = given["token_budget"]  # a request alone is not limited
+    scheduler = toy_scheduler(
+        64,
+        max_num_batched_tokens=given["token_budget"],
+        max_num_seqs=given["max_num_seqs"],
+        long_prefill_token_threshold=given["chunk_limit"],
+    )
+    for name, missing in given["running"].items():
+        run_from_now(scheduler, Request(name, [1] * missing, SamplingParams()))
+    for name, missing in given["waiting"].items():
+        scheduler.add_request(Request(name, [1] * missing, SamplingParams()))
+    assert check.ex08.solution(**given) == scheduler.schedule().num_scheduled_tokens
+
+
+@pytest.mark.parametrize("i", range(20))
+def test_solution_08_2_against_the_scheduler(i: int) -> None:
+    """The others' next token has room in their last block; only one request asks for more."""
+    given = check.ex08_2.inputs(random.Random(f"t{i}"), i)
+    held = sum(num_blocks for *_, num_blocks in given["running"])
+    scheduler = toy_scheduler(
+        1 + held + given["num_free"], max_num_batched_tokens=64, max_num_seqs=8, policy=given["policy"]
+    )
+    for name, priority, arrival_time, num_blocks in given["running"]:
+        computed, known = 4 * num_blocks - 1, 4 * num_blocks
+        if name == given["needs"]:
+            computed, known = known, known + 4 * given["num_needed"]
+        times = {"priority": priority, "arrival_time": arrival_time}
+        run_from_now(scheduler, Request(name, [1] * known, SamplingParams(), **times), computed)
+    victims = check.ex08_2.solution(**given)
+    if len(victims) == len(given["running"]):  # alone, and still no room: not preempted but ended with an error
+        assert victims.pop() == given["needs"]
+    assert scheduler.schedule().preempted_req_ids == victims
+
+
+@pytest.mark.parametrize("i", range(12))
+def test_solution_09_is_equal_where_the_hasher_is(i: int) -> None:
+    """Pairs of requests that part somewhere: the same blocks have the same names, here and there."""
+    rng = random.Random(i)
+    given = check.ex09.inputs(random.Random(f"t{i}"), i)
+    other = copy.deepcopy(given)
+    other["token_ids"][rng.randrange(len(other["token_ids"]))] += rng.randint(0, 1)
+    other["salt"] = rng.choice([given["salt"], "green"])
+    ours = [check.ex09.solution(**one) for one in (given, other)]
+    hasher = make_block_hasher(given["block_size"])
+    theirs = [
+        Request("R", one["token_ids"], SamplingParams(), cache_salt=one["salt"], block_hasher=hasher).block_hashes
+        for one in (given, other)
+    ]
+    assert [len(hashes) for hashes in ours] == [len(hashes) for hashes in theirs]
+    assert [a == b for a, b in zip(*ours, strict=True)] == [a == b for a, b in zip(*theirs, strict=True)]
+
+
+@pytest.mark.parametrize("i", range(30))
+def test_solution_09_2_against_the_managers(i: int) -> None:
+    given = check.ex09_2.inputs(random.Random(f"t{i}"), i)
+    size, window = given["block_size"], given["window"]
+    hasher, params = make_block_hasher(size), SamplingParams()
+    request = Request("R", list(range(given["num_tokens"])), params, block_hasher=hasher)
+    pool = BlockPool(40, True, size)
+    for cached, block_hash in zip(given["cached"], request.block_hashes, strict=True):
+        if cached:
+            pool.cache_block(pool.get_new_blocks(1)[0], block_hash, 0)
+    shape: dict[str, Any] = {"block_size": size, "num_kv_heads": 1, "head_size": 8, "dtype": "float32"}
+    spec = FullAttentionSpec(**shape) if window is None else SlidingWindowSpec(**shape, sliding_window=window)
+    manager = manager_class(spec)(spec, pool, 0, max_model_len=64, max_in_flight_tokens=64, alignment_tokens=size)
+    (blocks,) = manager.find_longest_cache_hit(request.block_hashes, given["num_tokens"] - 1, [0])
+    assert check.ex09_2.solution(**given) == len(blocks) * size
