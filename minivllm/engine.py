@@ -88,7 +88,7 @@ class LLMEngine:
                     priority=priority,
                     cache_salt=cache_salt or salt,
                     block_hasher=self._block_hasher,
-                )
+                )  # fmt: skip
             )
 
     def step(self) -> list[RequestOutput]:

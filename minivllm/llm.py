@@ -65,33 +65,26 @@ class LLM:
         files = resolve_model(model)
         hf_config = load_hf_config(files)
         loaded_tokenizer = load_tokenizer(files, tokenizer)
+        model_config = ModelConfig(
+            model=model, hf_config=hf_config, dtype=resolve_dtype(hf_config, dtype), tokenizer=tokenizer, seed=seed,
+            max_model_len=resolve_max_model_len(hf_config, max_model_len),
+            eos_token_ids=load_eos_token_ids(files, hf_config, loaded_tokenizer),
+        )  # fmt: skip
+        cache_config = CacheConfig(
+            block_size=block_size, gpu_memory_utilization=gpu_memory_utilization,
+            kv_cache_memory_bytes=kv_cache_memory_bytes, num_gpu_blocks_override=num_gpu_blocks_override,
+            enable_prefix_caching=enable_prefix_caching,
+            disable_hybrid_kv_cache_manager=disable_hybrid_kv_cache_manager,
+        )  # fmt: skip
+        scheduler_config = SchedulerConfig(
+            max_num_batched_tokens=max_num_batched_tokens, enable_chunked_prefill=enable_chunked_prefill,
+            max_num_seqs=min(256, max_num_batched_tokens) if max_num_seqs is None else max_num_seqs,
+            policy=scheduling_policy,
+        )  # fmt: skip
         vllm_config = VllmConfig(
-            model_config=ModelConfig(
-                model=model,
-                hf_config=hf_config,
-                dtype=resolve_dtype(hf_config, dtype),
-                max_model_len=resolve_max_model_len(hf_config, max_model_len),
-                tokenizer=tokenizer,
-                eos_token_ids=load_eos_token_ids(files, hf_config, loaded_tokenizer),
-                seed=seed,
-            ),
-            cache_config=CacheConfig(
-                block_size=block_size,
-                gpu_memory_utilization=gpu_memory_utilization,
-                kv_cache_memory_bytes=kv_cache_memory_bytes,
-                num_gpu_blocks_override=num_gpu_blocks_override,
-                enable_prefix_caching=enable_prefix_caching,
-                disable_hybrid_kv_cache_manager=disable_hybrid_kv_cache_manager,
-            ),
-            scheduler_config=SchedulerConfig(
-                max_num_batched_tokens=max_num_batched_tokens,
-                max_num_seqs=min(256, max_num_batched_tokens) if max_num_seqs is None else max_num_seqs,
-                enable_chunked_prefill=enable_chunked_prefill,
-                policy=scheduling_policy,
-            ),
-            device=_resolve_device(device),
-            attention_backend=attention_backend,
-        )
+            model_config=model_config, cache_config=cache_config, scheduler_config=scheduler_config,
+            device=_resolve_device(device), attention_backend=attention_backend,
+        )  # fmt: skip
         self.llm_engine = LLMEngine(vllm_config, loaded_tokenizer)
         self._next_id = 0
         self._waiting: set[str] = set()  # request ids that a caller of generate or stream waits for

@@ -52,8 +52,8 @@ class StepInputs:
     Mirrors: none; vLLM keeps these as local variables of `execute_model`.
     """
 
-    input_ids: Tensor  # [num_tokens] int32
-    positions: Tensor  # [num_tokens] int64
+    input_ids: Tensor  # [padded num_tokens] int32
+    positions: Tensor  # [padded num_tokens] int64
     num_scheduled: np.ndarray  # [num_reqs] int32
     query_start_loc: np.ndarray  # [num_reqs + 1] int32
     sampling_rows: np.ndarray  # rows whose known tokens are all computed after this step
@@ -178,15 +178,11 @@ class ModelRunner:
         arrivals: list[CachedRequestState] = []
         for new in scheduler_output.scheduled_new_reqs:
             state = CachedRequestState(
-                req_id=new.req_id,
-                prompt_token_ids=new.prompt_token_ids,
-                sampling_params=new.sampling_params,
+                req_id=new.req_id, prompt_token_ids=new.prompt_token_ids, sampling_params=new.sampling_params,
                 generator=self.sampler.generator_for(new.sampling_params, self.device),
-                block_ids=tuple(list(ids) for ids in new.block_ids),
-                num_computed_tokens=new.num_computed_tokens,
-                output_token_ids=[],
+                block_ids=tuple(list(ids) for ids in new.block_ids), num_computed_tokens=new.num_computed_tokens,
                 eos_token_id=new.eos_token_id,
-            )
+            )  # fmt: skip
             self.requests[new.req_id] = state
             arrivals.append(state)
         cached = scheduler_output.scheduled_cached_reqs
@@ -228,6 +224,7 @@ class ModelRunner:
         query_start_loc = self._query_start_loc.np[: num_reqs + 1]
         np.cumsum(num_scheduled, out=query_start_loc[1:])
         total = int(query_start_loc[-1])
+        padded = min(pad_num_tokens(total), self.max_num_tokens)
         # rows:      [0 0 0 1 2 2]  which request a token belongs to
         # positions: computed tokens of the request + the token's place among those scheduled now
         rows = np.repeat(self._arange[:num_reqs], num_scheduled)
@@ -235,14 +232,15 @@ class ModelRunner:
         np.subtract(self._arange[:total], query_start_loc[rows], out=positions)
         positions += computed[rows]
         self._input_ids.np[:total] = batch.token_ids_cpu[rows, positions]
+        self._input_ids.np[total:padded] = self._positions.np[total:padded] = 0
         self._num_computed.numpy()[:num_reqs] = computed
         seq_lens = self._seq_lens.np[:num_reqs]
         np.add(computed, num_scheduled, out=seq_lens)
         batch.block_table.commit_block_table(num_reqs)
         batch.block_table.compute_slot_mapping(num_reqs, query_start_loc, positions)
         return StepInputs(
-            input_ids=self._input_ids.copy_to_gpu(total),
-            positions=self._positions.copy_to_gpu(total),
+            input_ids=self._input_ids.copy_to_gpu(padded),
+            positions=self._positions.copy_to_gpu(padded),
             num_scheduled=num_scheduled,
             query_start_loc=query_start_loc,
             sampling_rows=np.flatnonzero(seq_lens >= batch.num_tokens[:num_reqs]),
@@ -251,7 +249,7 @@ class ModelRunner:
     def _build_attention_metadata(self, inputs: StepInputs) -> tuple[dict[str, AttentionMetadata], dict[str, Tensor]]:
         """One CommonAttentionMetadata a KV-cache group, one entry a layer, one build() an attention group; where groups
         differ by nothing but their block table, one build() for all of them, if their builder can re-point it."""
-        num_reqs, num_tokens = len(inputs.num_scheduled), inputs.input_ids.shape[0]
+        num_reqs, num_tokens = len(inputs.num_scheduled), int(inputs.query_start_loc[-1])
         query_start_loc = self._query_start_loc.copy_to_gpu(num_reqs + 1)
         seq_lens, seq_lens_cpu = self._seq_lens.copy_to_gpu(num_reqs), self._seq_lens.cpu[:num_reqs]
         max_query_len, max_seq_len = int(inputs.num_scheduled.max()), int(seq_lens_cpu.max())
@@ -261,18 +259,12 @@ class ModelRunner:
         for index, groups in enumerate(self.attn_groups):
             table = self.input_batch.block_table[index]
             common = CommonAttentionMetadata(
-                query_start_loc=query_start_loc,
-                query_start_loc_cpu=self._query_start_loc.cpu[: num_reqs + 1],
-                seq_lens=seq_lens,
-                seq_lens_cpu=seq_lens_cpu,
-                num_computed_tokens_cpu=self._num_computed[:num_reqs],
-                num_reqs=num_reqs,
-                num_actual_tokens=num_tokens,
-                max_query_len=max_query_len,
-                max_seq_len=max_seq_len,
+                query_start_loc=query_start_loc, query_start_loc_cpu=self._query_start_loc.cpu[: num_reqs + 1],
+                seq_lens=seq_lens, seq_lens_cpu=seq_lens_cpu, num_computed_tokens_cpu=self._num_computed[:num_reqs],
+                num_reqs=num_reqs, num_actual_tokens=num_tokens, max_query_len=max_query_len, max_seq_len=max_seq_len,
                 block_table_tensor=table.get_device_tensor(num_reqs),
-                slot_mapping=table.slot_mapping[:num_tokens],
-            )
+                slot_mapping=table.slot_mapping[: len(inputs.input_ids)],
+            )  # fmt: skip
             for group in groups:
                 key = (group.backend, group.kv_cache_spec, group.num_heads)
                 if key in first_built and group.builder.supports_update_block_table:
@@ -298,8 +290,9 @@ class ModelRunner:
         if not len(rows):
             return result
         # [len(rows)]: the last token of each request that is sampled
-        logits_indices = torch.from_numpy(inputs.query_start_loc[1:][rows] - 1).to(self.device)
-        logits = self.model.compute_logits(hidden[logits_indices])  # [len(rows), vocab_size]
+        logits_indices = torch.zeros(pad_num_tokens(len(rows)), dtype=torch.int64)
+        logits_indices.numpy()[: len(rows)] = inputs.query_start_loc[1:][rows] - 1
+        logits = self.model.compute_logits(hidden[logits_indices.to(self.device)])[: len(rows)]  # [., vocab_size]
         output = self.sampler(logits, batch.sampling_metadata(rows))
         for row, token in zip(rows.tolist(), output.sampled_token_ids.tolist(), strict=True):
             result.sampled_token_ids[row].append(token)
@@ -310,3 +303,10 @@ class ModelRunner:
             for row, entry in zip(rows.tolist(), output.logprobs.to_dicts(asked), strict=True):
                 result.logprobs[row] = None if entry is None else [entry]
         return result
+
+
+def pad_num_tokens(num_tokens: int) -> int:
+    """The size a step is padded to. Every size that a matrix product meets costs memory and time once, for kernels
+    made for it: so large steps come in few sizes, at most an eighth of them padding."""
+    step = 1 << max(0, num_tokens.bit_length() - 4)
+    return -(-num_tokens // step) * step
