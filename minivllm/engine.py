@@ -78,18 +78,12 @@ class LLMEngine:
         arrival = time.monotonic() if arrival_time is None else arrival_time
         eos = self.vllm_config.model_config.eos_token_ids
         for index, engine_id in enumerate(self.output_processor.add_request(request_id, text, token_ids, params)):
-            self.scheduler.add_request(
-                Request(
-                    engine_id,
-                    token_ids,
-                    params.for_sample(index),
-                    eos_token_id=eos[0] if eos else None,
-                    arrival_time=arrival,
-                    priority=priority,
-                    cache_salt=cache_salt or salt,
-                    block_hasher=self._block_hasher,
-                )  # fmt: skip
-            )
+            request = Request(
+                engine_id, token_ids, params.for_sample(index), eos_token_id=eos[0] if eos else None,
+                arrival_time=arrival, priority=priority, cache_salt=cache_salt or salt,
+                block_hasher=self._block_hasher,
+            )  # fmt: skip
+            self.scheduler.add_request(request)
 
     def step(self) -> list[RequestOutput]:
         """Run one step; returns the requests that gained tokens or ended, in the order they were scheduled."""
