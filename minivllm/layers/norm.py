@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
 
 
 class RMSNorm(nn.Module):
@@ -42,20 +41,3 @@ class RMSNorm(nn.Module):
             return nn.functional.rms_norm(x, self.shape, self.weight, self.eps)
         length = torch.linalg.vector_norm(x, 2, -1, True, dtype=torch.float32)
         return (x / torch.hypot(length, self._floor)).mul_(self._scale).to(x.dtype)
-
-
-class GemmaRMSNorm(RMSNorm):
-    """RMSNorm whose stored weight is the factor minus one.
-
-    Mirrors: vllm/model_executor/layers/layernorm.py GemmaRMSNorm.
-    Leaves out: the fused residual addition.
-    """
-
-    offset = 1.0
-
-    @override
-    def forward(self, x: Tensor) -> Tensor:  # [..., hidden_size], any float dtype -> the same
-        if self._scale is not None:
-            return super().forward(x)
-        factor = self.weight.float() + self.offset  # in 16 bits the sum would lose what the weight holds
-        return nn.functional.rms_norm(x.float(), self.shape, factor, self.eps).to(x.dtype)

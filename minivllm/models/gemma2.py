@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from minivllm.config import VllmConfig
-from minivllm.layers.norm import GemmaRMSNorm
+from minivllm.layers.norm import RMSNorm
 from minivllm.models.llama import (
     AttentionOptions,
     LlamaDecoderLayer,
@@ -20,6 +20,23 @@ from minivllm.models.llama import (
     Rope,
     layer_window,
 )
+
+
+class GemmaRMSNorm(RMSNorm):
+    """RMSNorm whose stored weight is the factor minus one.
+
+    Mirrors: vllm/model_executor/layers/layernorm.py GemmaRMSNorm.
+    Leaves out: the fused residual addition.
+    """
+
+    offset = 1.0
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:  # [..., hidden_size], any float dtype -> the same
+        if self._scale is not None:
+            return super().forward(x)
+        factor = self.weight.float() + self.offset  # in 16 bits the sum would lose what the weight holds
+        return nn.functional.rms_norm(x.float(), self.shape, factor, self.eps).to(x.dtype)
 
 
 class Gemma2DecoderLayer(LlamaDecoderLayer):

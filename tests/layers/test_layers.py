@@ -15,8 +15,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 from minivllm.layers.activation import get_act_and_mul
 from minivllm.layers.embedding import LMHead, VocabEmbedding
 from minivllm.layers.linear import MergedLinear, ReplicatedLinear, checkpoint_targets
-from minivllm.layers.norm import GemmaRMSNorm, RMSNorm
+from minivllm.layers.norm import RMSNorm
 from minivllm.layers.rotary import apply_rotary, get_rope
+from minivllm.models.gemma2 import GemmaRMSNorm
 
 CPU = torch.device("cpu")
 
