@@ -32,7 +32,7 @@ class LLM:
     tokenizer: a folder or name to read another tokenizer from. dtype: "auto" (the checkpoint's, at most 16 bits) or a
     torch dtype's name. device: "auto" is "cuda" where there is one, else "cpu". block_size: tokens a KV block.
     max_model_len: tokens of one sequence, prompt and output; None takes the model's own limit.
-    max_num_seqs: sequences in one step; None is 256, or max_num_batched_tokens where that is less.
+    max_num_seqs: sequences in one step; None is 64 on a CPU, else 256, or max_num_batched_tokens where that is less.
     max_num_batched_tokens: tokens of one step.
     gpu_memory_utilization: the fraction of the device's memory that weights, workspace and cache may take.
     kv_cache_memory_bytes: bytes for the KV cache instead. num_gpu_blocks_override: blocks instead of any measuring.
@@ -62,7 +62,8 @@ class LLM:
         attention_backend: str = "auto",
         seed: int = 0,
     ) -> None:
-        files = resolve_model(model)
+        files, device = resolve_model(model), _resolve_device(device)
+        most_seqs = 64 if device == "cpu" else 256  # more rows make a CPU no faster, only its logits larger
         hf_config = load_hf_config(files)
         loaded_tokenizer = load_tokenizer(files, tokenizer)
         model_config = ModelConfig(
@@ -78,12 +79,12 @@ class LLM:
         )  # fmt: skip
         scheduler_config = SchedulerConfig(
             max_num_batched_tokens=max_num_batched_tokens, enable_chunked_prefill=enable_chunked_prefill,
-            max_num_seqs=min(256, max_num_batched_tokens) if max_num_seqs is None else max_num_seqs,
+            max_num_seqs=min(most_seqs, max_num_batched_tokens) if max_num_seqs is None else max_num_seqs,
             policy=scheduling_policy,
         )  # fmt: skip
         vllm_config = VllmConfig(
             model_config=model_config, cache_config=cache_config, scheduler_config=scheduler_config,
-            device=_resolve_device(device), attention_backend=attention_backend,
+            device=device, attention_backend=attention_backend,
         )  # fmt: skip
         self.llm_engine = LLMEngine(vllm_config, loaded_tokenizer)
         self._next_id = 0
