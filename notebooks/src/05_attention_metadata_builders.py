@@ -601,7 +601,7 @@ for attempt in (
 # | [`split_decodes_and_prefills`](src:minivllm/attention/batch_split.py) | same name in [vllm/v1/attention/backends/utils.py](vllm:vllm/v1/attention/backends/utils.py) | same numbers, tested on vLLM's own |
 # | [`reorder_batch_to_split_decodes_and_prefills`](src:minivllm/attention/batch_split.py) | same name, same file | the same swaps |
 # | [`AttentionGroup`](src:minivllm/worker/model_runner.py) | `AttentionGroup` in [vllm/v1/worker/utils.py](vllm:vllm/v1/worker/utils.py) | one builder a group |
-# | [`AttentionMetadataBuilder.update_block_table`](src:minivllm/attention/backend.py) | `update_block_table`; [vllm/v1/worker/gpu_model_runner.py](vllm:vllm/v1/worker/gpu_model_runner.py) calls it for groups of one spec and one builder class | our runner builds anew for each group |
+# | [`AttentionMetadataBuilder.update_block_table`](src:minivllm/attention/backend.py) | `update_block_table`; [vllm/v1/worker/gpu_model_runner.py](vllm:vllm/v1/worker/gpu_model_runner.py) calls it for groups of one spec and one builder class | the number of query heads must be equal, too |
 
 # %% [markdown]
 # ## What was left out
