@@ -16,7 +16,7 @@ from minivllm.config import VllmConfig
 from minivllm.core.block_hash import make_block_hasher
 from minivllm.core.kv_cache_groups import (
     generate_scheduler_kv_cache_config,
-    get_kv_cache_configs,
+    get_kv_cache_config,
     resolve_kv_cache_block_sizes,
 )
 from minivllm.core.scheduler import Scheduler
@@ -49,7 +49,7 @@ class LLMEngine:
         # memory is left decides the number of blocks; only then do caches exist and find their layers.
         specs = self.model_runner.get_kv_cache_spec()
         available = determine_available_memory(vllm_config, self.model_runner.profile_run)
-        self.kv_cache_config = get_kv_cache_configs(vllm_config, [specs], [available])[0]
+        self.kv_cache_config = get_kv_cache_config(vllm_config, specs, available)
         self.model_runner.initialize_kv_cache(self.kv_cache_config)
         self.scheduler = Scheduler(vllm_config, generate_scheduler_kv_cache_config([self.kv_cache_config]))
         self.output_processor = OutputProcessor(tokenizer)
