@@ -79,7 +79,7 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
     Leaves out: bidirectional attention.
     """
 
-    model_cls = Gemma2Model
+    model_cls: type[LlamaModel] = Gemma2Model
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)

@@ -84,6 +84,7 @@ for _arch, _path in {
     "Cohere2ForCausalLM": "minivllm.models.cohere2:Cohere2ForCausalLM",
     "Gemma2ForCausalLM": "minivllm.models.gemma2:Gemma2ForCausalLM",
     "Gemma3ForCausalLM": "minivllm.models.gemma3:Gemma3ForCausalLM",
+    "Gemma3nForCausalLM": "minivllm.models.gemma3n:Gemma3nForCausalLM",
     "GptOssForCausalLM": "minivllm.models.gpt_oss:GptOssForCausalLM",
     "Llama4ForCausalLM": "minivllm.models.llama4:Llama4ForCausalLM",
     "LlamaForCausalLM": "minivllm.models.llama:LlamaForCausalLM",

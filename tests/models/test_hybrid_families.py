@@ -27,6 +27,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2": ("cohere2", {}),
     "cohere2 biases": ("cohere2", {"attention_bias": True, "sliding_window": 5, "layer_norm_eps": 1e-2}),
     "cohere2 not tied": ("cohere2", {"tie_word_embeddings": False}),
+    "gemma3n": ("gemma3n_text", {}),
+    "gemma3n no sharing": ("gemma3n_text", {"num_kv_shared_layers": 0, "altup_active_idx": 1}),
+    "gemma3n no scale": ("gemma3n_text", {"altup_correct_scale": False, "attention_bias": True, "sliding_window": 5}),
     "gpt_oss": ("gpt_oss", {}),
     "gpt_oss all experts": ("gpt_oss", {"num_experts_per_tok": 5, "sliding_window": 5}),
     "gpt_oss one expert, no biases": ("gpt_oss", {"num_experts_per_tok": 1, "attention_bias": False}),
@@ -39,7 +42,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama4 scaled rope": ("llama4_text", {"rope_parameters": LLAMA3_ROPE}),
     "gpt_oss layers": ("gpt_oss", {"layer_types": ["full_attention", "full_attention", *["sliding_attention"] * 2]}),
 }
-ARCHS = ["cohere2", "gpt_oss", "llama4_text"]
+ARCHS = ["cohere2", "gemma3n_text", "gpt_oss", "llama4_text"]
 LENGTHS = [1, 4, 17, 39, 58]
 MAX_TOKENS = 12
 GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
@@ -170,6 +173,11 @@ def test_prefix_cached(tiny: Path, expected: list[list[int]]) -> None:
         ("llama4_text", {"no_rope_layers": [1]}, "no_rope_layers has 1 entries for num_hidden_layers=4"),
         ("llama4_text", {"layer_types": ["sliding_attention"] * 4}, "layer 0 is a 'sliding_attention' layer"),
         ("gpt_oss", {"layer_types": ["chunked_attention"] * 4}, "layer 0 is a 'chunked_attention' layer"),
+        ("gemma3n_text", {"num_kv_shared_layers": 6}, "num_kv_shared_layers must be 0 to 5, .* got 6"),
+        ("gemma3n_text", {"num_kv_shared_layers": -1}, "num_kv_shared_layers must be 0 to 5, .* got -1"),
+        ("gemma3n_text", {"num_kv_shared_layers": 4}, "layer 2 is a full_attention layer .* lower"),
+        ("gemma3n_text", {"altup_active_idx": 3}, "altup_active_idx must be 0 to 2, .* got 3"),
+        ("gemma3n_text", {"activation_sparsity_pattern": [1.0] * 6}, "from 0 to below 1, got 1.0"),
     ],
 )
 def test_what_a_model_cannot_do_is_refused(arch: str, settings: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -203,6 +211,27 @@ def test_weights_fit_one_to_one(arch: str, name: str) -> None:
         model.load_weights([(f"{name}.extra", weights[name])])
     with pytest.raises(ValueError, match=f"weight '{name}' has shape .*, but .* needs"):
         model.load_weights([(name, weights[name][None])])
+
+
+def test_gemma3n_suffix_has_no_pages_of_its_own(tmp_path: Path) -> None:
+    """Sharing layers join the group of the layer that they read, alias its pages, and pass over K and V weights."""
+    llm = LLM(str(save_tiny("gemma3n_text", tmp_path)), dtype="float32", kv_cache_memory_bytes=1 << 20, block_size=4)
+    runner, targets = llm.llm_engine.model_runner, {3: 1, 4: 1, 5: 2}
+    name = "model.layers.{}.self_attn.attn".format
+    for reader, writer in targets.items():
+        assert runner.layers[name(reader)].kv_cache.data_ptr() == runner.layers[name(writer)].kv_cache.data_ptr()
+    placed = {layer for tensor in llm.llm_engine.kv_cache_config.kv_cache_tensors for layer in tensor.layers}
+    assert placed == {name(index) for index in range(3)}
+
+
+def test_gemma3n_passes_over_what_sharing_layers_do_not_project() -> None:
+    reference = tiny_model("gemma3n_text")
+    cls = ModelRegistry.resolve_model_cls([type(reference).__name__])
+    model: Any = cls(vllm_config=tiny_vllm_config("gemma3n_text", reference.config))
+    weights = list(reference.state_dict().items())
+    model.load_weights([*weights, ("model.layers.4.self_attn.k_proj.weight", torch.zeros(1))])
+    with pytest.raises(ValueError, match=r"weight 'model.layers.2.self_attn.k_proj.weight' has shape \(1,\)"):
+        model.load_weights([*weights, ("model.layers.2.self_attn.k_proj.weight", torch.zeros(1))])
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -52,6 +52,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
         },
     },
+    "gemma3n_text": {
+        "num_hidden_layers": 6,
+        "head_dim": 32,
+        "sliding_window": 13,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 3,
+        "intermediate_size": [96, 80, 96, 64, 96, 80],
+        "activation_sparsity_pattern": [0.9, 0.0, 0.6, 0.0, 0.75, 0.0],
+        "vocab_size_per_layer_input": 150,
+        "hidden_size_per_layer_input": 24,
+        "altup_num_inputs": 3,
+        "altup_active_idx": 0,
+        "laurel_rank": 8,
+        "final_logit_softcapping": 10.0,
+    },
     "gpt_oss": {
         "num_hidden_layers": 4,
         "head_dim": 32,
@@ -149,6 +164,10 @@ def prefill(model: nn.Module, vllm_config: VllmConfig, prompts: Sequence[Sequenc
     )
     layers, metadata = collect_layers(model), {}
     for name, layer in layers.items():
+        if layer.kv_sharing_target_layer_name is not None:
+            layer.kv_cache = layers[layer.kv_sharing_target_layer_name].kv_cache
+            metadata[name] = metadata[layer.kv_sharing_target_layer_name]
+            continue
         spec, backend = layer.get_kv_cache_spec(vllm_config), layer.get_attn_backend()
         shape = backend.get_kv_cache_shape(num_blocks, block_size, spec.num_kv_heads, spec.head_size)
         layer.kv_cache = torch.full(shape, torch.nan, dtype=getattr(torch, spec.dtype))
